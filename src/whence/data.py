@@ -1,0 +1,118 @@
+"""`TermSet`: a data set seen as terms, with batches and unbiased weights.
+
+The Hessian is a mean over *terms*: examples in classification, predicted tokens in language modelling. Data
+come as *examples*, which may hold different numbers of terms. For m examples drawn uniformly out of n that
+hold N terms in all, the estimate
+
+    H̃ = (n / (N m)) Σ_{s ∈ B} Σ_{i ∈ s} J_i S_i J_iᵀ
+
+has expectation ``H = (1/N) Σ_i J_i S_i J_iᵀ`` exactly. Dividing by the batch's own number of terms instead
+does not: it gives short sequences more weight than they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from whence.errors import DataError
+from whence.tasks import Batch, Task
+
+__all__ = ["TermSet"]
+
+
+class TermSet:
+    """A map-style data set, or a subset of one, as terms of a `Task`.
+
+    Args:
+        data: anything with ``len`` and integer indexing; items as the task reads them.
+        task: how items become batches, and how many terms they hold.
+        device: where batches go.
+        indices: the examples that belong to the set; all by default.
+    """
+
+    def __init__(
+        self, data: Any, task: Task, device: torch.device, *, indices: Tensor | None = None
+    ) -> None:
+        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            raise DataError(
+                f"the data are a {type(data).__name__}; whence needs random access: a map-style dataset with "
+                "__len__ and __getitem__ (a list of examples will do)"
+            )
+        if len(data) == 0:
+            raise DataError("the data set is empty")
+        self.data, self.task, self.device = data, task, device
+        self.indices = torch.arange(len(data)) if indices is None else indices
+        self._lengths = self._count()
+        self.num_terms = len(self.indices) if self._lengths is None else int(self._lengths.sum())
+        if self.num_terms == 0:
+            raise DataError("no example holds a term: every label is ignored (-100) or masked")
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self.indices)
+
+    def _count(self) -> Tensor | None:
+        """Terms of each example, where they vary."""
+        per_example = self.task.terms_per_example
+        if per_example == 1:
+            return None
+        if per_example is not None:
+            return torch.full((len(self.indices),), per_example)
+        return torch.tensor([self.task.count_terms(self.data[i]) for i in self.indices.tolist()])
+
+    @property
+    def terms_per_example(self) -> float:
+        """Mean number of terms in an example."""
+        return self.num_terms / len(self)
+
+    def draw(self, batch_size: int, generator: torch.Generator) -> Tensor:
+        """Positions of enough examples for about ``batch_size`` terms, drawn independently."""
+        examples = max(1, round(batch_size / self.terms_per_example))
+        return torch.randint(len(self), (examples,), generator=generator, device=generator.device).cpu()
+
+    def weight(self, examples: int) -> float:
+        """``n / (N m)``: what each term of a draw of ``m`` examples is multiplied by."""
+        return len(self) / (self.num_terms * examples)
+
+    def subset(self, positions: Tensor) -> TermSet:
+        """The examples at these positions, as a set of their own."""
+        other = object.__new__(TermSet)
+        other.data, other.task, other.device = self.data, self.task, self.device
+        other.indices = self.indices[positions]
+        other._lengths = None if self._lengths is None else self._lengths[positions]
+        other.num_terms = len(other.indices) if other._lengths is None else int(other._lengths.sum())
+        if other.num_terms == 0:
+            raise DataError("no example of the subset holds a term; draw a larger one")
+        return other
+
+    def fetch(self, positions: Tensor) -> Batch:
+        """The examples at these positions, as one batch on the device."""
+        indices = self.indices[positions]
+        if isinstance(self.data, TensorDataset):
+            batch = self.task.assemble([tensor[indices] for tensor in self.data.tensors])
+        else:
+            batch = self.task.collate([self.data[i] for i in indices.tolist()])
+        batch = replace(batch, indices=indices)
+        bad = batch.non_finite()
+        if len(bad):
+            raise DataError(f"{batch.name(int(bad[0]))} holds NaN or infinity; remove or repair it")
+        return batch.to(self.device)
+
+    def batches(self, positions: Tensor, size: int) -> Iterator[Batch]:
+        """Micro-batches of at most ``size`` examples; similar lengths together, to pad little."""
+        if self._lengths is not None and len(positions) > size:
+            positions = positions[self._lengths[positions].argsort()]
+        for chunk in positions.split(size):
+            yield self.fetch(chunk)
+
+    def longest(self, count: int) -> Tensor:
+        """Positions of the ``count`` examples with the most terms: the ones that need most memory."""
+        if self._lengths is None:
+            return torch.arange(min(count, len(self)))
+        return self._lengths.argsort(descending=True)[:count]

@@ -1,0 +1,387 @@
+"""`GaussNewton`: the Gauss-Newton Hessian of any PyTorch model, as a linear operator.
+
+    H = (1/N) Σ_i J_i S_i J_iᵀ,      J_i = ∂h_i/∂θ,   S_i = ∇²ℓ_i(h_i),   N terms
+
+A product ``H u`` is a forward sweep ``t = J u``, the task's ``S t``, and a backward sweep ``Jᵀ(S t)``, one
+micro-batch at a time; memory does not grow with the number of terms. Nothing of the size of the Jacobian, of
+``S``, or of a batch of gradients is ever built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from whence.data import TermSet
+from whence.errors import DataError, ModelError, OptionError, VectorError
+from whence.inspection import (
+    activation_bytes,
+    check_determinism,
+    check_evaluation_mode,
+    why_forward_mode_fails,
+)
+from whence.operators import LinearOperator
+from whence.products.exact import block_tangents, dual_forward, tangent_only
+from whence.products.finite_difference import FiniteDifferences
+from whence.products.network import Network, Receiver
+from whence.selection import ParameterFilter, select_parameters
+from whence.tasks import Batch, Task
+from whence.vectors import ParamVector
+
+__all__ = ["GaussNewton"]
+
+Product = Literal["auto", "exact", "finite-difference"]
+
+#: Activations kept for the backward pass, and tangents of a block, may take about this much memory each.
+ACTIVATION_BUDGET = 512 * 2**20
+_LARGEST_MICRO_BATCH = 1024
+_EXAMPLES_CHECKED = 512
+
+
+class GaussNewton(LinearOperator):
+    """The Gauss-Newton Hessian ``H`` of a model's loss over a data set.
+
+    Construction runs the model on a few examples and refuses, with the reason, what could not work: training
+    mode, random outputs, NaN losses, labels out of range, outputs the task cannot read.
+
+    Args:
+        model: any module in evaluation mode; it is not modified.
+        task: what its outputs mean.
+        data: a map-style data set of ``(x, y)`` or dicts (``input_ids``, ``attention_mask``, ``labels``).
+        params: which parameters: a predicate on names or glob patterns; all trainable ones by default.
+        product: ``"exact"`` (dual numbers), ``"finite-difference"`` (forwards only), or ``"auto"``: exact
+            where the model supports forward-mode differentiation, found out by trying. `product` and
+            `product_reason` say which it is and why.
+        micro_batch: examples per pass; by default as many as keep activations near half a gibibyte.
+
+    Example:
+        >>> model = nn.Linear(2, 3).eval()
+        >>> data = [(torch.tensor([1.0, 2.0]), 0), (torch.tensor([0.0, 1.0]), 2)]
+        >>> from whence.tasks import Classification
+        >>> H = GaussNewton(model, Classification(), data)
+        >>> H.matvec(H.zeros())["weight"].shape
+        torch.Size([3, 2])
+        >>> H.product
+        'exact'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        data: Any,
+        *,
+        params: ParameterFilter | None = None,
+        product: Product = "auto",
+        micro_batch: int | None = None,
+    ) -> None:
+        if product not in ("auto", "exact", "finite-difference"):
+            raise OptionError(f"product is {product!r}; it must be 'auto', 'exact' or 'finite-difference'")
+        if micro_batch is not None and micro_batch < 1:
+            raise OptionError(f"micro_batch is {micro_batch}; it must be at least 1")
+        if not isinstance(task, Task):
+            raise OptionError(f"task must be a Task such as Classification(), got {task!r}")
+        check_evaluation_mode(model)
+        self.network = Network(model, task, select_parameters(model, params))
+        self.task = task
+        self.terms = TermSet(data, task, self.network.device)
+        pilot = self.terms.fetch(self.terms.longest(2))
+        self._check_examples(pilot)
+        check_determinism(self.network, pilot)
+        self.micro_batch = micro_batch or self._fitting_micro_batch(pilot)
+        self._differences: FiniteDifferences | None = None
+        self._vectorised: bool | None = None  # whether columns can be vectorised: found out by trying
+        self.product, self.product_reason = self._choose_product(product, pilot)
+
+    # --- construction ------------------------------------------------------------------------------------
+
+    def _check_examples(self, pilot: Batch) -> None:
+        """Read a spread of examples through the task before anything long starts."""
+        with torch.no_grad():
+            outputs = self.network.outputs(pilot)
+        self.task.check(outputs, pilot)
+        self._check_finite(outputs, pilot)
+        losses = self.task.losses(outputs, pilot)
+        if not bool(torch.isfinite(losses).all()):
+            raise ModelError(
+                "the loss is NaN or infinite on the first examples: the model's weights or the data are broken. "
+                "Evaluate the model on its training data first"
+            )
+        spread = torch.linspace(0, len(self.terms) - 1, min(_EXAMPLES_CHECKED, len(self.terms))).long()
+        for batch in self.terms.batches(spread, 64):
+            self.task.check_targets(batch, outputs.shape[-1])
+
+    def _fitting_micro_batch(self, pilot: Batch) -> int:
+        per_example = max(activation_bytes(self.network, pilot) / pilot.size, 1.0)
+        return int(min(max(ACTIVATION_BUDGET // per_example, 1), _LARGEST_MICRO_BATCH))
+
+    def _choose_product(self, product: Product, pilot: Batch) -> tuple[str, str]:
+        if product == "finite-difference":
+            return product, "asked for"
+        reason = why_forward_mode_fails(self.network, pilot)
+        if reason is None:
+            return "exact", "asked for" if product == "exact" else "the model supports forward-mode AD"
+        if product == "exact":
+            raise ModelError(
+                f"exact products need forward-mode differentiation, which fails in this model: {reason}. "
+                "Use product='finite-difference' (or 'auto'), or load the model with eager attention"
+            )
+        return "finite-difference", f"forward-mode AD fails in this model: {reason}"
+
+    def __repr__(self) -> str:
+        return (
+            f"GaussNewton({type(self.network.model).__name__}, {type(self.task).__name__}, "
+            f"{self.zeros_numel:,} parameters, {self.num_terms:,} terms, "
+            f"product={self.product!r}: {self.product_reason})"
+        )
+
+    # --- the operator ------------------------------------------------------------------------------------
+
+    @property
+    def zeros_numel(self) -> int:
+        """Dimension of parameter space."""
+        return sum(p.numel() for p in self.network.parameters.values())
+
+    @property
+    def num_terms(self) -> int:
+        return self.terms.num_terms
+
+    def zeros(self, columns: int | None = None) -> ParamVector:
+        return self.network.zeros(columns)
+
+    def matvec(self, vector: ParamVector) -> ParamVector:
+        return self._matvec(vector, torch.arange(len(self.terms)))
+
+    def quadratic_form(self, vector: ParamVector) -> Tensor:
+        return self._quadratic_form(vector, torch.arange(len(self.terms)))
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> SampledGaussNewton:
+        """``H̃`` over examples drawn independently, about ``batch_size`` terms, with ``E[H̃] = H``.
+
+        By finite differences, products with it are one-sided with a random sign: two forwards in place of
+        three, and a bias of the same order, O(δ²).
+        """
+        self.check_batch_size(batch_size)
+        positions = self.terms.draw(batch_size, generator)
+        sign = 1 if torch.rand((), generator=generator, device=generator.device) < 0.5 else -1
+        return SampledGaussNewton(self, positions, sign)
+
+    def subset(self, batch_size: int, generator: torch.Generator) -> SampledGaussNewton:
+        """``H̃`` over drawn examples, for repeated use: by finite differences its products are central."""
+        self.check_batch_size(batch_size)
+        return SampledGaussNewton(self, self.terms.draw(batch_size, generator), None)
+
+    def sample_factor(self, batch_size: int, generator: torch.Generator) -> ParamVector:
+        """``g`` with ``E[g gᵀ] = H``: the gradient of a batch whose labels the model drew itself.
+
+        With independent ``r_i``, ``E[r_i r_iᵀ] = S_i``: ``g = √w Σ_i J_iᵀ r_i``, one backward for a whole batch.
+        """
+        self.check_batch_size(batch_size)
+        positions = self.terms.draw(batch_size, generator)
+        scale = math.sqrt(self.terms.weight(len(positions)))
+        result = self.zeros()
+        receive = _adder(result, scale)
+        for batch in self.terms.batches(positions, self.micro_batch):
+            leaves = self.network.leaves()
+            outputs = self.network.outputs(batch, leaves)
+            residual = self.task.sample_residual(outputs.detach(), batch, generator)
+            if residual is None:
+                raise OptionError(f"{type(self.task).__name__} cannot sample residuals")
+            self.network.pull_back(outputs, leaves, residual, receive)
+        return result
+
+    def gradients(self, queries: Any) -> ParamVector:
+        """Gradients of the query losses, one column per query.
+
+        A query's loss is its example's loss averaged over its terms: for `LanguageModeling`, minus the mean
+        log-probability of the completion's tokens.
+
+        Args:
+            queries: a sequence of examples, as in the training data.
+        """
+        queries = TermSet(queries, self.task, self.network.device)
+        block = self.zeros(len(queries))
+        for position in range(len(queries)):
+            batch = queries.fetch(torch.tensor([position]))
+            leaves = self.network.leaves()
+            outputs = self.network.outputs(batch, leaves)
+            self.task.check(outputs.detach(), batch)
+            loss = self.task.query_losses(outputs, batch).sum()
+            if not bool(torch.isfinite(loss)):
+                raise DataError(f"the loss of query {position} is {float(loss)}; check its inputs and label")
+            self.network.pull_back(loss, leaves, torch.ones_like(loss), _adder(block.column(position), 1.0))
+        return block
+
+    # --- products over some of the examples --------------------------------------------------------------
+
+    def _matvec(self, vector: ParamVector, positions: Tensor, sign: int | None = None) -> ParamVector:
+        result = self.zeros(vector.columns)
+        self._add_matvec(result, vector, 1.0, positions, sign)
+        return result
+
+    def _add_matvec(
+        self, out: ParamVector, vector: ParamVector, scale: float, positions: Tensor, sign: int | None
+    ) -> None:
+        """``out += scale · H̃ v``. ``out`` may be ``vector``: added to only once v is no longer needed."""
+        self._check_vector(vector)
+        if out is vector and (len(positions) > self.micro_batch or vector.columns is not None):
+            out.axpy_(scale, self._matvec(vector, positions, sign))
+            return
+        weight = scale * self.terms.weight(len(positions))
+        for batch in self.terms.batches(positions, self.micro_batch):
+            if vector.columns is None:
+                self._column_product(batch, vector, sign, _adder(out, weight))
+            else:
+                self._block_product(batch, vector, sign, out, weight)
+
+    def _column_product(
+        self, batch: Batch, vector: ParamVector, sign: int | None, receive: Receiver
+    ) -> None:
+        """``Jᵀ S J v`` of one micro-batch, for one vector."""
+        if self.product == "exact":
+            outputs, leaves, tangent = dual_forward(self.network, batch, vector)
+        else:
+            base = self.differences(batch).base(batch, graph=True)
+            outputs, leaves = base.outputs, base.leaves
+            tangent = self.differences(batch).tangent(base, batch, vector, sign)
+            del base
+        self._check_finite(outputs, batch)
+        cotangent = self.task.hessian_product(outputs.detach(), tangent, batch)
+        del tangent
+        self.network.pull_back(outputs, leaves, cotangent, receive)
+
+    def _block_product(
+        self, batch: Batch, block: ParamVector, sign: int | None, out: ParamVector, weight: float
+    ) -> None:
+        """The same for several vectors, which share the pass at θ and its graph."""
+        if self.product == "exact" and self._can_vectorise(batch, block):
+            self._vectorised_product(batch, block, out, weight)
+            return
+        columns = block.unstack()
+        if self.product == "exact":
+            for k, vector in enumerate(columns):
+                self._column_product(batch, vector, sign, _adder(out.column(k), weight))
+            return
+        differences = self.differences(batch)
+        base = differences.base(batch, graph=True)
+        self._check_finite(base.outputs, batch)
+        for k, vector in enumerate(columns):
+            tangent = differences.tangent(base, batch, vector, sign)
+            cotangent = self.task.hessian_product(base.outputs.detach(), tangent, batch)
+            del tangent
+            receive = _adder(out.column(k), weight)
+            last = k == len(columns) - 1
+            self.network.pull_back(base.outputs, base.leaves, cotangent, receive, keep_graph=not last)
+
+    def _vectorised_product(self, batch: Batch, block: ParamVector, out: ParamVector, weight: float) -> None:
+        leaves = self.network.leaves()
+        outputs = self.network.outputs(batch, leaves)
+        self._check_finite(outputs, batch)
+        chunk = self._columns_at_once(outputs, block)
+        starts = range(0, block.columns or 1, chunk)
+        for start in starts:
+            columns = slice(start, start + chunk)
+            part = _slice_columns(block, columns)
+            tangents = block_tangents(self.network, batch, part)
+            cotangents = self.task.hessian_product(outputs.detach(), tangents, batch)
+            del tangents
+            receive = _adder(_slice_columns(out, columns), weight)
+            keep_graph = start != starts[-1]
+            self.network.pull_back(outputs, leaves, cotangents, receive, keep_graph=keep_graph)
+
+    def _columns_at_once(self, outputs: Tensor, block: ParamVector) -> int:
+        """Columns whose tangents, gradients and activations' tangents fit in the budget."""
+        columns = block.columns or 1
+        per_column = outputs.numel() * outputs.element_size() * 4 + block.nbytes // columns
+        return max(1, min(columns, ACTIVATION_BUDGET // max(per_column, 1)))
+
+    def _can_vectorise(self, batch: Batch, block: ParamVector) -> bool:
+        if self._vectorised is None:
+            try:
+                block_tangents(self.network, batch, _slice_columns(block, slice(0, 1)))
+                self._vectorised = True
+            except (RuntimeError, NotImplementedError, ValueError, TypeError):
+                self._vectorised = False  # some operation cannot be vectorised; columns are looped over
+        return self._vectorised
+
+    def _quadratic_form(self, vector: ParamVector, positions: Tensor, sign: int | None = None) -> Tensor:
+        """``vᵀ H̃ v = w Σ_i t_iᵀ S_i t_i`` with ``t = J v``: forwards only, no backward."""
+        self._check_vector(vector)
+        columns = vector.unstack()
+        total = torch.zeros(len(columns), dtype=torch.float64)
+        for batch in self.terms.batches(positions, self.micro_batch):
+            base = None if self.product == "exact" else self.differences(batch).base(batch, graph=False)
+            for k, column in enumerate(columns):
+                if base is None:
+                    outputs, tangent = tangent_only(self.network, batch, column)
+                else:
+                    outputs, tangent = base.outputs, self.differences(batch).tangent(base, batch, column, sign)
+                self._check_finite(outputs, batch)
+                curved = self.task.hessian_product(outputs, tangent, batch)
+                total[k] += float(torch.sum(curved.mul_(tangent), dtype=torch.float64))
+        total *= self.terms.weight(len(positions))
+        return total[0] if vector.columns is None else total
+
+    # --- helpers -----------------------------------------------------------------------------------------
+
+    def differences(self, batch: Batch) -> FiniteDifferences:
+        """The finite-difference engine, made on first use."""
+        if self._differences is None:
+            self._differences = FiniteDifferences(self.network, batch)
+        return self._differences
+
+    def _check_vector(self, vector: ParamVector) -> None:
+        for name, parameter in self.network.parameters.items():
+            if name not in vector or vector.shape_of(name) != parameter.shape:
+                self.zeros().check_same_space(vector)
+        if len(vector) != len(self.network.parameters):
+            self.zeros().check_same_space(vector)
+
+    @staticmethod
+    def _check_finite(outputs: Tensor, batch: Batch) -> None:
+        if not math.isfinite(float(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
+            raise ModelError(
+                "the model's outputs hold NaN or infinity on a batch of the data. Check the weights and the inputs; "
+                "a half-precision model may have overflowed"
+            )
+
+
+class SampledGaussNewton(LinearOperator):
+    """``H̃``: the operator over some drawn examples, weighted so that its expectation is ``H``."""
+
+    def __init__(self, parent: GaussNewton, positions: Tensor, sign: int | None) -> None:
+        self._parent, self._positions, self._sign = parent, positions, sign
+        self._num_terms = max(1, round(len(positions) * parent.terms.terms_per_example))
+
+    @property
+    def num_terms(self) -> int:
+        return self._num_terms
+
+    def zeros(self, columns: int | None = None) -> ParamVector:
+        return self._parent.zeros(columns)
+
+    def matvec(self, vector: ParamVector) -> ParamVector:
+        return self._parent._matvec(vector, self._positions, self._sign)
+
+    def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
+        self._parent._add_matvec(out, vector, scale, self._positions, self._sign)
+
+    def quadratic_form(self, vector: ParamVector) -> Tensor:
+        return self._parent._quadratic_form(vector, self._positions, self._sign)
+
+
+def _adder(out: ParamVector, weight: float) -> Receiver:
+    def receive(name: str, gradient: Tensor) -> None:
+        out[name].add_(gradient, alpha=weight)
+
+    return receive
+
+
+def _slice_columns(block: ParamVector, columns: slice) -> ParamVector:
+    part = {name: tensor[columns] for name, tensor in block.items()}
+    return ParamVector(part, columns=next(iter(part.values())).shape[0])

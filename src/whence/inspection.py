@@ -1,0 +1,69 @@
+"""Looking at a model before the long work: is it in evaluation mode, is it a function, what does it cost?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from whence.errors import ModelError
+from whence.products.exact import dual_forward
+from whence.products.network import Network
+from whence.tasks import Batch
+
+__all__ = ["activation_bytes", "check_determinism", "check_evaluation_mode", "why_forward_mode_fails"]
+
+
+def check_evaluation_mode(model: nn.Module) -> None:
+    """Refuse a model, or a layer of it, in training mode."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model must be a torch.nn.Module, got a {type(model).__name__}")
+    if model.training:
+        raise ModelError("the model is in training mode, where its outputs may be random. Call model.eval() first")
+    for name, module in model.named_modules():
+        if module.training and isinstance(module, (_DropoutNd, _BatchNorm)):
+            raise ModelError(
+                f"the layer {name!r} ({type(module).__name__}) is in training mode although the model is not. "
+                "Call model.eval() on the whole model"
+            )
+
+
+def check_determinism(network: Network, batch: Batch) -> None:
+    """Refuse a model that gives two answers to one question, such as one with functional dropout."""
+    with torch.no_grad():
+        first, second = network.outputs(batch), network.outputs(batch)
+    difference = float((first - second).abs().max()) if first.numel() else 0.0
+    scale = float(first.abs().max())
+    if difference > 1e-4 * max(scale, 1e-30):
+        raise ModelError(
+            f"the model is not deterministic: two passes over the same batch differ by {difference:.3g}. "
+            "Dropout may be active in functional form; switch it off"
+        )
+
+
+def activation_bytes(network: Network, batch: Batch) -> int:
+    """Bytes that autograd keeps for the backward pass over this batch, parameters not counted."""
+    own = {p.untyped_storage().data_ptr() for p in network.model.parameters()}
+    seen: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = network.outputs(batch, network.leaves())
+    return sum(seen.values()) + outputs.numel() * outputs.element_size()
+
+
+def why_forward_mode_fails(network: Network, batch: Batch) -> str | None:
+    """None where one dual-number pass works, else the first line of what it said."""
+    direction = network.zeros()
+    try:
+        dual_forward(network, batch, direction)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        lines = str(error).strip().splitlines()
+        return lines[0] if lines else type(error).__name__
+    return None

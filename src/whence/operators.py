@@ -1,0 +1,203 @@
+"""Symmetric linear operators: the one interface between mathematics and networks.
+
+`LinearOperator.sample` is the seam. ``A.sample(batch_size, generator)`` is an operator ``A_B`` with
+``E[A_B] = A``, so a stochastic solver reads as in the paper, and is tested on `FiniteSum` matrices whose
+answers are known in closed form. Damping has one home, `Damped`; nothing else adds or rescales anything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from whence.errors import OptionError, VectorError
+from whence.vectors import ParamVector
+
+__all__ = ["Damped", "Dense", "FiniteSum", "LinearOperator"]
+
+
+class LinearOperator(ABC):
+    """A symmetric positive semi-definite linear map ``A`` on parameter space.
+
+    Only `zeros` and `matvec` are required. Operators that are means over terms (examples, tokens) also
+    give `num_terms`, `sample` and, where they can, `sample_factor`.
+    """
+
+    @abstractmethod
+    def zeros(self, columns: int | None = None) -> ParamVector:
+        """The zero vector (or block) of the space the operator acts on."""
+
+    @abstractmethod
+    def matvec(self, vector: ParamVector) -> ParamVector:
+        """``A v``; on a block, ``A v`` for each column."""
+
+    def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
+        """``out += scale · A v``, where ``out`` may be ``vector`` itself.
+
+        Operators override this when they can add the product piece by piece, without ever holding all
+        of it: that is what keeps a LiSSA step within two vectors and one layer's gradient.
+        """
+        out.axpy_(scale, self.matvec(vector))
+
+    def quadratic_form(self, vector: ParamVector) -> Tensor:
+        """``vᵀ A v`` in float64, per column for a block. Often cheaper than a product."""
+        return vector.dot(self.matvec(vector))
+
+    @property
+    def num_terms(self) -> int:
+        """How many terms the operator averages: examples, or tokens for a language model."""
+        return 1
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> LinearOperator:
+        """An operator over about ``batch_size`` terms drawn independently, with ``E[A_B] = A``."""
+        raise OptionError(f"{type(self).__name__} is not a mean over terms, so it cannot be sampled")
+
+    def subset(self, batch_size: int, generator: torch.Generator) -> LinearOperator:
+        """Like `sample`, for repeated use: products with it are deterministic."""
+        return self.sample(batch_size, generator)
+
+    def sample_factor(self, batch_size: int, generator: torch.Generator) -> ParamVector:
+        """A random vector ``g`` with ``E[g gᵀ] = A``, computed from about ``batch_size`` terms."""
+        raise OptionError(f"{type(self).__name__} cannot draw vectors g with E[g gᵀ] = A")
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raise `OptionError` unless ``1 ≤ batch_size ≤ num_terms``."""
+        if not 1 <= batch_size <= self.num_terms:
+            raise OptionError(
+                f"batch size {batch_size} is outside 1..{self.num_terms}, the number of terms in the data. "
+                "Use a smaller batch, or the whole operator in place of a sample"
+            )
+
+
+class Dense(LinearOperator):
+    """A symmetric matrix, for references and tests.
+
+    Args:
+        matrix: ``[N, N]``.
+        template: the space to act on, flattened in the template's order; by default one tensor ``"x"``.
+
+    Example:
+        >>> A = Dense(torch.diag(torch.tensor([1.0, 2.0])))
+        >>> A.matvec(ParamVector({"x": torch.ones(2)}))["x"]
+        tensor([1., 2.])
+    """
+
+    def __init__(self, matrix: Tensor, template: ParamVector | None = None) -> None:
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+            raise OptionError(f"Dense needs a square matrix, got shape {tuple(matrix.shape)}")
+        self.matrix = matrix
+        self._template = template or ParamVector({"x": matrix.new_zeros(matrix.shape[0])})
+        if self._template.numel != matrix.shape[0]:
+            raise VectorError(
+                f"the template has {self._template.numel} numbers, the matrix {matrix.shape[0]} rows"
+            )
+
+    def zeros(self, columns: int | None = None) -> ParamVector:
+        return self._template.zeros(columns)
+
+    def matvec(self, vector: ParamVector) -> ParamVector:
+        self._template.check_same_space(vector)
+        return self.unflatten(self.flatten(vector) @ self.matrix.T)
+
+    def flatten(self, vector: ParamVector) -> Tensor:
+        """``[N]``, or ``[k, N]`` for a block: the order of the matrix's rows."""
+        start = 0 if vector.columns is None else 1
+        return torch.cat([vector[name].flatten(start) for name in self._template], dim=-1)
+
+    def unflatten(self, flat: Tensor) -> ParamVector:
+        """Inverse of `flatten`."""
+        shapes = [self._template.shape_of(name) for name in self._template]
+        pieces = flat.split([shape.numel() for shape in shapes], dim=-1)
+        lead = flat.shape[:-1]
+        named = zip(self._template, pieces, shapes, strict=True)
+        return ParamVector(
+            {name: piece.reshape(lead + shape) for name, piece, shape in named},
+            columns=lead[0] if lead else None,
+        )
+
+    def sample_factor(self, batch_size: int, generator: torch.Generator) -> ParamVector:
+        values, vectors = torch.linalg.eigh(self.matrix)
+        noise = torch.randn(len(values), generator=generator, dtype=values.dtype)
+        return self.unflatten(vectors @ (values.clamp_min(0).sqrt() * noise))
+
+
+class FiniteSum(LinearOperator):
+    """``A = (1/n) Σ A_i``: the smallest operator that a stochastic method can be tested on.
+
+    Example:
+        >>> A = FiniteSum([torch.eye(2), 3 * torch.eye(2)])
+        >>> A.matvec(ParamVector({"x": torch.ones(2)}))["x"]
+        tensor([2., 2.])
+    """
+
+    def __init__(self, matrices: Tensor | Sequence[Tensor], template: ParamVector | None = None) -> None:
+        self.matrices = matrices if isinstance(matrices, Tensor) else torch.stack(list(matrices))
+        self._template = template
+        self.mean = Dense(self.matrices.mean(0), template)
+
+    def zeros(self, columns: int | None = None) -> ParamVector:
+        return self.mean.zeros(columns)
+
+    def matvec(self, vector: ParamVector) -> ParamVector:
+        return self.mean.matvec(vector)
+
+    @property
+    def num_terms(self) -> int:
+        return len(self.matrices)
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> Dense:
+        self.check_batch_size(batch_size)
+        picks = torch.randint(self.num_terms, (batch_size,), generator=generator)
+        return Dense(self.matrices[picks].mean(0), self._template)
+
+    def sample_factor(self, batch_size: int, generator: torch.Generator) -> ParamVector:
+        return self.sample(batch_size, generator).sample_factor(batch_size, generator)
+
+
+class Damped(LinearOperator):
+    """``A + λI``, the system that influence functions solve.
+
+    Example:
+        >>> A = Damped(Dense(torch.eye(2)), 0.5)
+        >>> A.matvec(ParamVector({"x": torch.ones(2)}))["x"]
+        tensor([1.5000, 1.5000])
+    """
+
+    def __init__(self, operator: LinearOperator, damping: float) -> None:
+        if not (damping > 0 and damping < float("inf")):
+            raise OptionError(
+                f"damping must be a positive number, got {damping}. Without it the system may be singular; "
+                "λmax/200 is a good start"
+            )
+        self.operator = operator
+        self.damping = float(damping)
+
+    def zeros(self, columns: int | None = None) -> ParamVector:
+        return self.operator.zeros(columns)
+
+    def matvec(self, vector: ParamVector) -> ParamVector:
+        return self.operator.matvec(vector).axpy_(self.damping, vector)
+
+    def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
+        if out is vector:  # out(1 + scale·λ) + scale·A·out, with the old `out` inside the product
+            self.operator.add_matvec_(out, vector, scale / (1 + scale * self.damping))
+            out.scale_(1 + scale * self.damping)
+        else:
+            self.operator.add_matvec_(out, vector, scale)
+            out.axpy_(scale * self.damping, vector)
+
+    def quadratic_form(self, vector: ParamVector) -> Tensor:
+        return self.operator.quadratic_form(vector) + self.damping * vector.dot(vector)
+
+    @property
+    def num_terms(self) -> int:
+        return self.operator.num_terms
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> Damped:
+        return Damped(self.operator.sample(batch_size, generator), self.damping)
+
+    def subset(self, batch_size: int, generator: torch.Generator) -> Damped:
+        return Damped(self.operator.subset(batch_size, generator), self.damping)

@@ -1,0 +1,188 @@
+"""Jacobian products by finite differences: forwards only, so they run wherever the model runs.
+
+    central      t = (h(θ+δu) - h(θ-δu)) / 2δ        error O(δ²)
+    one-sided    t = (h(θ+sδu) - h(θ)) / sδ          error O(δ), but O(δ²) on average over random signs s = ±1
+
+The one-sided form reuses ``h(θ)``, which the backward pass needs anyway: two forwards in place of three.
+
+**The step.** δ is set by how much the *outputs* move, not by ‖θ‖/‖u‖: rounding and curvature balance at about
+the same output change for every direction, while the δ that produces it differs by orders of magnitude
+between a random direction and a top eigenvector. How far the outputs moved last time, per unit of ‖u‖, and how
+curved their path was predict the next δ for free; a prediction off by more than a factor of three is
+corrected at the price of a forward or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whence.products.kinks import HoldKinks, RecordKinks
+from whence.products.network import Network
+from whence.products.perturbation import ParameterUses, observe_uses, perturbed
+from whence.tasks import Batch
+from whence.vectors import ParamVector
+
+__all__ = ["BaseForward", "FiniteDifferences"]
+
+_ACCEPT = 2.0  # an output change within this factor of the aim is good enough
+_COARSEST = torch.finfo(torch.float32).eps
+_MAX_CORRECTIONS = 12
+
+
+@dataclass
+class BaseForward:
+    """The pass at θ: outputs, the leaves of their graph (if any), and the pattern of kinks."""
+
+    outputs: Tensor
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    patterns: list[Any] = field(default_factory=list)
+
+
+class FiniteDifferences:
+    """Finite-difference tangents for a `Network`, its parameters' uses observed on one batch."""
+
+    def __init__(self, network: Network, batch: Batch) -> None:
+        self.network = network
+        model = network.model
+        # A low-precision model is perturbed in float32, or δu would be rounded away. The float32 layers then
+        # need float32 everywhere, so all its tensors are swapped, not only the selected ones.
+        self._wide = torch.float32 if network.low_precision else None
+        everything: dict[str, Tensor] = dict(network.parameters)
+        if self._wide is not None:
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
+                    everything.setdefault(name, tensor)
+        self._tensors = everything
+        with torch.no_grad(), RecordKinks() as recorder:
+            self._uses: ParameterUses = observe_uses(model, everything, lambda: network.outputs(batch))
+        self._kinked = bool(recorder.patterns)
+        first = next(iter(network.parameters.values()))
+        self._epsilon = torch.finfo(torch.promote_types(first.dtype, torch.float32)).eps
+        #: RMS output change per unit of ‖δu‖ in the last product: predicts the next δ.
+        self.gain: float | None = None
+        #: Relative second difference per unit of output change in the last central product.
+        self.curvature: float | None = None
+
+    def base(self, batch: Batch, *, graph: bool) -> BaseForward:
+        """The pass at θ, with a graph for the backward pass where asked."""
+        with torch.set_grad_enabled(graph), RecordKinks() if self._kinked else nullcontext() as recorder:
+            leaves = self.network.leaves() if graph else {}
+            outputs = self.network.outputs(batch, leaves or None)
+        return BaseForward(outputs, leaves, recorder.patterns if recorder is not None else [])
+
+    def tangent(
+        self, base: BaseForward, batch: Batch, vector: Mapping[str, Tensor], sign: int | None = None
+    ) -> Tensor:
+        """``J u``: central differences, or one-sided where a sign is given.
+
+        The first product is central in any case, to measure curvature; so are those of a low-precision
+        model, whose own ``h(θ)`` is too coarse to subtract.
+        """
+        norm = float(ParamVector(dict(vector)).norm())
+        if norm == 0.0:
+            return torch.zeros_like(base.outputs)
+        origin = base.outputs.detach()
+        if self._wide is not None:
+            batch = batch.to(origin.device, self._wide)
+            origin = self._outputs_at(0.0, base, batch, vector)
+        if sign is not None and self.curvature is not None and self._wide is None:
+            ahead, step = self._ahead(sign, origin, base, batch, vector, norm)
+            return (ahead - origin).div_(sign * step)
+        return self._central(origin, base, batch, vector, norm)
+
+    def _central(
+        self, origin: Tensor, base: BaseForward, batch: Batch, vector: Mapping[str, Tensor], norm: float
+    ) -> Tensor:
+        """Central differences; their second differences show whether δ was well chosen."""
+        for _ in range(_MAX_CORRECTIONS):
+            ahead, step = self._ahead(1, origin, base, batch, vector, norm)
+            behind = self._outputs_at(-step, base, batch, vector)
+            moved = _rms(ahead - behind) / 2
+            if moved == 0.0:
+                break
+            curved = _rms(ahead + behind - 2 * origin) / (2 * moved)
+            if self._epsilon < _COARSEST and curved > 100 * self._epsilon ** (1 / 3):
+                # The path cannot be that curved over so short a step: it is rounding, coarser than the
+                # dtype's. (A float64 Llama normalises in float32.) Plan with float32's precision.
+                self._epsilon = _COARSEST
+                continue
+            self.curvature = curved / moved
+            if moved <= self._aim(origin) * _ACCEPT:
+                break
+        return (ahead - behind).div_(2 * step)
+
+    def _ahead(
+        self,
+        side: int,
+        origin: Tensor,
+        base: BaseForward,
+        batch: Batch,
+        vector: Mapping[str, Tensor],
+        norm: float,
+    ) -> tuple[Tensor, float]:
+        """``h(θ ± δu)`` and δ, with δ such that the outputs move as far as they should."""
+        aim = self._aim(origin)
+        step = self._first_guess(aim) / norm
+        for _ in range(_MAX_CORRECTIONS):
+            ahead = self._outputs_at(side * step, base, batch, vector)
+            moved = _rms(ahead - origin)
+            if 0 < moved < float("inf"):
+                self.gain = moved / (step * norm)
+            if aim / _ACCEPT <= moved <= aim * _ACCEPT:
+                break
+            step *= _correction(aim, moved)
+        return ahead, step
+
+    def _aim(self, outputs: Tensor) -> float:
+        """RMS change of the outputs to aim for.
+
+        For a change r, rounding leaves a relative error of about ``σ/r`` in the tangent, σ = 10·ε·rms(h), and
+        the third derivative about ``(κr)²``, with κ twice the relative curvature that second differences
+        measure on the way. The sum is least at ``r = (σ / 2κ²)^⅓``.
+        """
+        scale = self.network.task.output_scale(outputs)
+        rounding = 10 * self._epsilon * max(_rms(outputs), scale)
+        curvature = 2 * max(self.curvature or 0.5 / scale, 0.1 / scale)
+        return float((rounding / (2 * curvature**2)) ** (1 / 3))
+
+    def _first_guess(self, aim: float) -> float:
+        """‖δu‖ that should move the outputs by ``aim``."""
+        if self.gain is not None:
+            return aim / self.gain
+        scale = float(torch.stack([p.detach().double().norm() for p in self.network.parameters.values()]).norm())
+        return 1e-3 * aim * (scale or 1.0)
+
+    def _outputs_at(
+        self, delta: float, base: BaseForward, batch: Batch, vector: Mapping[str, Tensor]
+    ) -> Tensor:
+        def value(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+            wide = tensor if self._wide is None else tensor.to(self._wide)
+            if name not in vector:
+                return wide
+            moved = wide.add(vector[name], alpha=delta)
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                moved[module.padding_idx] = wide[module.padding_idx]  # it has no gradient, so no tangent
+            return moved
+
+        held = HoldKinks(base.patterns) if base.patterns else nullcontext()
+        with perturbed(self._tensors, self._uses, value), held:
+            return self.network.outputs(batch)
+
+
+def _rms(change: Tensor) -> float:
+    return float(torch.linalg.vector_norm(change)) / max(change.numel(), 1) ** 0.5
+
+
+def _correction(aim: float, moved: float) -> float:
+    """Factor on δ. Outputs that did not move, or blew up, only say in which direction to go."""
+    if not moved < float("inf"):
+        return 1e-3
+    if moved == 0.0:
+        return 1e3
+    return min(max(aim / moved, 1e-4), 1e4)

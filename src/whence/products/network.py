@@ -1,0 +1,136 @@
+"""`Network`: a model as a function of its selected parameters, without touching the model.
+
+Leaves are aliases of the parameters (they share storage and cost nothing), so gradients are taken without
+writing to the user's ``.grad``, and parameters that are not selected stay constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from whence.tasks import Batch, Task
+from whence.vectors import ParamVector
+
+__all__ = ["Network", "Receiver"]
+
+#: Takes a parameter's name and its part of a product: ``[shape]``, or ``[k, shape]`` for a block.
+Receiver = Callable[[str, Tensor], None]
+
+
+class _TaskModule(nn.Module):
+    """The model with its task around it, so that `functional_call` serves both."""
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        super().__init__()
+        self.model = model
+        self.task = task
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.task.outputs(self.model, batch)
+
+
+class Network:
+    """``h(x; θ)`` for a model, a task and the selected parameters θ."""
+
+    def __init__(self, model: nn.Module, task: Task, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.model, self.task = model, task
+        self.parameters = dict(parameters)
+        # Building the wrapper must not flip the model's mode: nn.Module starts in training mode.
+        self._module = _TaskModule(model, task)
+        self._module.training = False
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    @cached_property
+    def low_precision(self) -> bool:
+        """Whether any floating-point parameter has fewer bits than float32."""
+        return any(p.is_floating_point() and p.element_size() < 4 for p in self.model.parameters())
+
+    def zeros(self, columns: int | None = None) -> ParamVector:
+        """Zero vector in parameter space, in float32 at least."""
+        lead = () if columns is None else (columns,)
+        return ParamVector(
+            {
+                name: torch.zeros(lead + p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+                for name, p in self.parameters.items()
+            },
+            columns=columns,
+        )
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Fresh aliases of the parameters that gradients can be taken with respect to."""
+        return {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
+
+    def outputs(self, batch: Batch, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The outputs, with ``parameters`` in place of the model's own where given."""
+        if parameters is None:
+            return self.task.outputs(self.model, batch)
+        swapped = {f"model.{name}": tensor for name, tensor in parameters.items()}
+        result = functional_call(self._module, swapped, (batch,))
+        assert isinstance(result, Tensor)
+        return result
+
+    def pull_back(
+        self,
+        outputs: Tensor,
+        leaves: Mapping[str, Tensor],
+        cotangents: Tensor,
+        receive: Receiver,
+        *,
+        keep_graph: bool = False,
+    ) -> None:
+        """Hand ``Jᵀ c`` to ``receive``, one parameter at a time, as soon as each is known.
+
+        Handing over inside the backward pass means that a whole gradient never exists in memory. With more
+        dimensions in ``cotangents`` than in ``outputs``, it is a block.
+        """
+        if cotangents.ndim > outputs.ndim:
+            self._pull_back_block(outputs, leaves, cotangents, receive, keep_graph)
+            return
+
+        def hand_over(name: str, leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            receive(name, leaf.grad)
+            leaf.grad = None
+
+        handles = [
+            leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: hand_over(name, leaf))
+            for name, leaf in leaves.items()
+        ]
+        try:
+            torch.autograd.backward(
+                outputs,
+                cotangents.to(outputs.dtype),
+                inputs=list(leaves.values()),
+                retain_graph=keep_graph,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @staticmethod
+    def _pull_back_block(
+        outputs: Tensor,
+        leaves: Mapping[str, Tensor],
+        cotangents: Tensor,
+        receive: Receiver,
+        keep_graph: bool,
+    ) -> None:
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(
+            outputs,
+            list(leaves.values()),
+            cotangents.to(outputs.dtype),
+            is_grads_batched=True,
+            allow_unused=True,
+            retain_graph=keep_graph,
+        )
+        for name, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None:
+                receive(name, gradient)

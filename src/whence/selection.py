@@ -1,0 +1,78 @@
+"""Which parameters of a model the Hessian is taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from whence.errors import ModelError, OptionError, ParameterSelectionError
+
+__all__ = ["ParameterFilter", "select_parameters"]
+
+ParameterFilter = Callable[[str], bool] | Sequence[str]
+
+
+def select_parameters(
+    model: nn.Module, params: ParameterFilter | None = None
+) -> dict[str, nn.Parameter]:
+    """The model's trainable parameters, or those of them that ``params`` selects.
+
+    Frozen parameters (``requires_grad=False``) are never selected. Tied weights appear once, under the name
+    that `torch.nn.Module.named_parameters` gives them first.
+
+    Args:
+        model: any module.
+        params: a predicate on names, or glob patterns (``["transformer.h.*"]``); None selects all.
+    """
+    everything = dict(model.named_parameters())
+    if not everything:
+        raise ModelError(f"{type(model).__name__} has no parameters")
+    trainable = {
+        name: parameter
+        for name, parameter in everything.items()
+        if parameter.requires_grad and parameter.is_floating_point()
+    }
+    if not trainable:
+        raise ParameterSelectionError(
+            f"none of the model's {len(everything)} parameters is trainable: all have requires_grad=False. "
+            "Call requires_grad_(True) on those that the attribution is about"
+        )
+    if params is None:
+        return trainable
+    matches = _as_predicate(params)
+    selected = {name: parameter for name, parameter in trainable.items() if matches(name)}
+    if selected:
+        return selected
+    frozen = [name for name in everything if name not in trainable and matches(name)]
+    if frozen:
+        raise ParameterSelectionError(
+            f"the parameter filter matches only frozen parameters ({_few(frozen)}); "
+            "call requires_grad_(True) on them, or choose others"
+        )
+    raise ParameterSelectionError(
+        f"the parameter filter {_describe(params)} matches nothing; it could match: {_few(trainable, 12)}"
+    )
+
+
+def _as_predicate(params: ParameterFilter) -> Callable[[str], bool]:
+    if isinstance(params, str):
+        raise OptionError(f"params must be a list of patterns or a predicate; write [{params!r}]")
+    if callable(params):
+        return params
+    patterns = list(params)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise OptionError(f"params must hold name patterns, got {pattern!r}")
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _describe(params: ParameterFilter) -> str:
+    return "function" if callable(params) else repr(list(params))
+
+
+def _few(names: Iterable[str], limit: int = 5) -> str:
+    listed = list(names)
+    shown = ", ".join(listed[:limit])
+    return shown if len(listed) <= limit else f"{shown}, … ({len(listed)} in all)"

@@ -1,0 +1,170 @@
+"""`Task`: how to call a model on a batch, and the loss of its outputs.
+
+A loss is a sum of *terms*: one per example in classification, one per predicted token in language modelling.
+For outputs ``h`` and term losses ``ℓ_i(h_i)`` convex in ``h_i``, a task gives
+
+* `losses`: ``ℓ_i``, zero where the batch has no term (padding);
+* `hessian_product`: ``S_i t_i`` with ``S_i = ∇²ℓ_i(h_i)``, never a K×K matrix;
+* `sample_residual`: a random ``r_i`` with ``E[r_i r_iᵀ] = S_i``, independent across terms.
+
+Tasks know nothing of parameters: Jacobians, sampling and normalisation live in `whence.gauss_newton`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whence.errors import DataError, ModelError
+from whence.tasks.collate import stack_columns
+
+__all__ = ["Batch", "Task", "accepts"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples ready for the model: its arguments, and the targets of its outputs."""
+
+    args: tuple[Tensor, ...]
+    kwargs: Mapping[str, Tensor]
+    targets: Tensor
+    indices: Tensor | None = None  # where the examples stand in their data set
+
+    @property
+    def size(self) -> int:
+        """Number of examples."""
+        return int(self.targets.shape[0])
+
+    def name(self, position: int) -> str:
+        """What to call an example in a message."""
+        where = "of the batch" if self.indices is None else "of the data"
+        return f"example {position if self.indices is None else int(self.indices[position])} {where}"
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Apply ``function`` to every input tensor and to the targets."""
+        return replace(
+            self,
+            args=tuple(function(tensor) for tensor in self.args),
+            kwargs={name: function(tensor) for name, tensor in self.kwargs.items()},
+            targets=function(self.targets),
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
+        """Move to a device; floating-point tensors also to ``dtype`` where given."""
+        return self.map(
+            lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None)
+        )
+
+    def non_finite(self) -> Tensor:
+        """Positions of the examples with NaN or infinity in their inputs or targets."""
+        bad = torch.zeros(self.size, dtype=torch.bool)
+        for tensor in (*self.args, *self.kwargs.values(), self.targets):
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                bad |= ~torch.isfinite(tensor).reshape(self.size, -1).all(1).cpu()
+        return bad.nonzero().flatten()
+
+
+class Task(ABC):
+    """What the outputs of a model mean. Subclasses define the loss and its Hessian in the outputs."""
+
+    #: Terms in every example, or None where it varies and the data have to be counted.
+    terms_per_example: int | None = 1
+
+    # --- data --------------------------------------------------------------------------------------------
+
+    def collate(self, examples: Sequence[Any]) -> Batch:
+        """Stack examples, each ``(x, y)`` or a dict with ``labels``, into a `Batch`."""
+        return self.assemble(stack_columns(examples))
+
+    def assemble(self, columns: Mapping[str, Tensor] | Sequence[Any]) -> Batch:
+        """A `Batch` from stacked columns: ``(x, y)`` or a dict with ``labels``."""
+        if isinstance(columns, Mapping):
+            inputs = dict(columns)
+            for name in ("labels", "label"):
+                if name in inputs:
+                    targets = inputs.pop(name)
+                    return Batch((), inputs, targets)
+            raise DataError(
+                f"examples have the fields {sorted(inputs)} but no 'labels'; add the target under 'labels'"
+            )
+        if len(columns) != 2:
+            raise DataError(f"an example must be (x, y) or a dict with 'labels', got {len(columns)} items")
+        x, targets = columns
+        if isinstance(x, Mapping):
+            return Batch((), dict(x), targets)
+        return Batch((x,), {}, targets)
+
+    def count_terms(self, example: Any) -> int:
+        """Number of terms in one example, without running the model."""
+        assert self.terms_per_example is not None
+        return self.terms_per_example
+
+    # --- model -------------------------------------------------------------------------------------------
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Run ``model`` on ``batch`` and return its outputs, one row of K numbers per (possible) term."""
+        return read_outputs(model(*batch.args, **batch.kwargs))
+
+    @abstractmethod
+    def check(self, outputs: Tensor, batch: Batch) -> None:
+        """Raise a typed error when the outputs cannot be read by this task, or do not fit the targets."""
+
+    def check_targets(self, batch: Batch, width: int) -> None:  # noqa: B027 (most targets cannot be wrong)
+        """Raise `DataError` on targets that ``width`` outputs cannot fit, without running the model."""
+
+    def output_scale(self, outputs: Tensor) -> float:
+        """How much the outputs may move and still be 'moving a little': sets finite differences' step."""
+        spread = float(outputs.detach().float().std()) if outputs.numel() > 1 else 0.0
+        return spread if 0 < spread < float("inf") else 1.0
+
+    # --- loss --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def losses(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """``ℓ_i`` in nats, ``[examples]`` or ``[examples, positions]``, zero where there is no term."""
+
+    @abstractmethod
+    def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
+        """``S_i t_i`` per term, zero where there is no term. ``tangents`` may have leading dimensions."""
+
+    def sample_residual(self, outputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor | None:
+        """Random ``r_i``, independent across terms, with ``E[r_i r_iᵀ] = S_i``; None if not available."""
+        return None
+
+    def num_terms(self, batch: Batch) -> Tensor:
+        """Number of terms of each example, ``[examples]``."""
+        return torch.ones(batch.size, dtype=torch.long, device=batch.targets.device)
+
+    def query_losses(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """The quantity a query asks about: each example's loss averaged over its terms, ``[examples]``."""
+        losses = self.losses(outputs, batch)
+        total = losses.reshape(batch.size, -1).sum(1)
+        return total / self.num_terms(batch).to(total.device).clamp_min(1)
+
+
+def accepts(model: nn.Module, name: str) -> bool:
+    """Whether ``model.forward`` takes a keyword argument of this name."""
+    import inspect
+
+    parameters = inspect.signature(model.forward).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def read_outputs(result: Any) -> Tensor:
+    """The outputs tensor in what a model returned: itself, ``.logits``, or the first of a tuple."""
+    if isinstance(result, Tensor):
+        return result
+    logits = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
+        return result[0]
+    raise ModelError(
+        f"the model returned a {type(result).__name__}; a task reads a tensor, an object with a tensor "
+        "`.logits`, or a tuple whose first item is a tensor. Wrap the model in a module that returns one"
+    )

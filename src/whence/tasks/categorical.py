@@ -1,0 +1,86 @@
+"""Cross-entropy over K classes: what classification and language modelling share.
+
+With ``p = softmax(h)``: ``ℓ = -log p_y``, ``S = Diag(p) - p pᵀ``, so ``S t = p ∘ (t - ⟨p, t⟩)``; and with
+``ŷ ~ p``, ``r = p - e_ŷ`` has ``E[r rᵀ] = S``. All of it costs a few tensors of the logits' size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from whence.errors import DataError, ModelError
+from whence.tasks.base import Batch, Task
+
+__all__ = ["IGNORED", "CategoricalTask"]
+
+#: The label that marks a position without a term, as in `torch.nn.functional.cross_entropy`.
+IGNORED = -100
+
+
+class CategoricalTask(Task):
+    """Cross-entropy of logits ``[..., K]`` against integer targets ``[...]``, `IGNORED` ones left out."""
+
+    def check(self, outputs: Tensor, batch: Batch) -> None:
+        targets = batch.targets
+        if outputs.ndim < 2 or outputs.shape[:-1] != targets.shape:
+            raise ModelError(
+                f"the model's outputs have shape {tuple(outputs.shape)} for targets of shape "
+                f"{tuple(targets.shape)}; {type(self).__name__} reads logits [*targets.shape, classes]"
+            )
+        if targets.is_floating_point() or targets.dtype == torch.bool:
+            raise DataError(
+                f"targets must be integer class labels, got {targets.dtype}; "
+                "use Regression for real-valued targets"
+            )
+        self.check_targets(batch, outputs.shape[-1])
+
+    def check_targets(self, batch: Batch, width: int) -> None:
+        wrong = ((batch.targets < 0) & (batch.targets != IGNORED)) | (batch.targets >= width)
+        if bool(wrong.any()):
+            position = tuple(wrong.nonzero()[0].tolist())
+            raise DataError(
+                f"label {int(batch.targets[position])} ({batch.name(position[0])}) is out of range: the model "
+                f"has {width} outputs, so labels are 0..{width - 1} (or {IGNORED} to ignore)"
+            )
+
+    def output_scale(self, outputs: Tensor) -> float:
+        # Softmax is far from linear once logits move by 1; small logits have a smaller scale of their own.
+        return min(1.0, super().output_scale(outputs))
+
+    def losses(self, outputs: Tensor, batch: Batch) -> Tensor:
+        rows = outputs.reshape(-1, outputs.shape[-1])
+        if rows.dtype in (torch.float16, torch.bfloat16):
+            rows = rows.float()
+        losses = F.cross_entropy(rows, batch.targets.reshape(-1), ignore_index=IGNORED, reduction="none")
+        return losses.reshape(batch.targets.shape)
+
+    def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
+        probabilities = self._masked_probabilities(outputs, batch)
+        result = probabilities * tangents
+        result -= probabilities * result.sum(-1, keepdim=True)
+        return result
+
+    def sample_residual(self, outputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
+        residual = self._masked_probabilities(outputs, batch)
+        valid = (batch.targets != IGNORED).reshape(-1)
+        rows = residual.view(-1, residual.shape[-1])
+        # Inverse-CDF sampling: torch.multinomial refuses more than 2**24 categories and wants its own
+        # device's generator; one uniform number per term needs neither.
+        uniform = torch.rand(len(rows), 1, generator=generator, device=generator.device).to(rows)
+        drawn = (rows.cumsum(-1) < uniform).sum(-1).clamp_max(rows.shape[-1] - 1)
+        rows[torch.arange(len(rows), device=rows.device)[valid], drawn[valid]] -= 1.0
+        return residual
+
+    def num_terms(self, batch: Batch) -> Tensor:
+        return (batch.targets != IGNORED).reshape(batch.size, -1).sum(1)
+
+    @staticmethod
+    def _masked_probabilities(outputs: Tensor, batch: Batch) -> Tensor:
+        dtype = torch.float64 if outputs.dtype == torch.float64 else torch.float32
+        probabilities = outputs.detach().softmax(-1, dtype=dtype)
+        ignored = batch.targets == IGNORED
+        if bool(ignored.any()):
+            probabilities[ignored] = 0.0
+        return probabilities

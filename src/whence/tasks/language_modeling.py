@@ -1,0 +1,103 @@
+"""Causal language modelling: one term per predicted token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whence.errors import DataError
+from whence.tasks.base import Batch, accepts, read_outputs
+from whence.tasks.categorical import IGNORED, CategoricalTask
+
+__all__ = ["LanguageModeling"]
+
+
+class LanguageModeling(CategoricalTask):
+    """Next-token cross-entropy: logits ``[n, L, V]``; position ``j`` predicts token ``j + 1``.
+
+    Examples are dicts with ``input_ids``, and optionally ``attention_mask`` and ``labels`` (-100 where a
+    token is not predicted; by default all but the first are), or plain sequences of token ids. Sequences of
+    different lengths are padded on the right. As in Hugging Face models, ``labels`` are *not* shifted: the
+    task shifts them.
+
+    Example:
+        >>> task = LanguageModeling()
+        >>> query = task.query(prompt=[5, 6, 7], completion=[8, 9])
+        >>> query["labels"].tolist()
+        [-100, -100, -100, 8, 9]
+        >>> task.count_terms(query)
+        2
+    """
+
+    terms_per_example = None
+
+    def query(self, prompt: Sequence[int] | Tensor, completion: Sequence[int] | Tensor) -> dict[str, Tensor]:
+        """An example that asks for ``completion`` after ``prompt``.
+
+        Its `query_losses` is ``-(1/c) Σ_j log p(completion_j | prompt, completion_<j)``.
+        """
+        prompt_ids, completion_ids = torch.as_tensor(prompt).long(), torch.as_tensor(completion).long()
+        if prompt_ids.numel() == 0 or completion_ids.numel() == 0:
+            raise DataError(
+                f"a query needs at least one prompt token and one completion token, got "
+                f"{prompt_ids.numel()} and {completion_ids.numel()}; start the prompt with the model's BOS"
+            )
+        return {
+            "input_ids": torch.cat([prompt_ids, completion_ids]),
+            "labels": torch.cat([torch.full_like(prompt_ids, IGNORED), completion_ids]),
+        }
+
+    def collate(self, examples: Sequence[Any]) -> Batch:
+        return super().collate([self._as_fields(example) for example in examples])
+
+    def assemble(self, columns: Mapping[str, Tensor] | Sequence[Any]) -> Batch:
+        if not isinstance(columns, Mapping):
+            raise DataError(
+                "a language-modelling example must be a dict with 'input_ids' or a sequence of token ids, "
+                "not (x, y): whether y is shifted already cannot be told"
+            )
+        inputs = dict(columns)
+        labels = inputs.pop("labels", None)
+        if labels is None:
+            labels = inputs["input_ids"]
+        if "attention_mask" in inputs:
+            labels = labels.masked_fill(inputs["attention_mask"] == 0, IGNORED)
+        targets = torch.full_like(labels, IGNORED)
+        targets[:, :-1] = labels[:, 1:]
+        return Batch((), inputs, targets)
+
+    def count_terms(self, example: Any) -> int:
+        fields = self._as_fields(example)
+        labels = torch.as_tensor(fields.get("labels", fields["input_ids"]))[1:]
+        kept = labels != IGNORED
+        if "attention_mask" in fields:
+            kept &= torch.as_tensor(fields["attention_mask"])[1:] != 0
+        return int(kept.sum())
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs: dict[str, Any] = dict(batch.kwargs)
+        # Padding is on the right, where a causal model never looks, so a model without a mask needs none.
+        if "attention_mask" in inputs and not accepts(model, "attention_mask"):
+            del inputs["attention_mask"]
+        if accepts(model, "use_cache"):
+            inputs["use_cache"] = False
+        if not accepts(model, "input_ids"):
+            return read_outputs(model(inputs.pop("input_ids"), **inputs))
+        return read_outputs(model(**inputs))
+
+    @staticmethod
+    def _as_fields(example: Any) -> Mapping[str, Any]:
+        if isinstance(example, Mapping):
+            if "input_ids" not in example:
+                raise DataError(f"an example has the fields {sorted(example)} but no 'input_ids'")
+            return example
+        ids = torch.as_tensor(example) if not isinstance(example, tuple) else None
+        if ids is None or ids.ndim != 1 or ids.is_floating_point():
+            raise DataError(
+                "a language-modelling example must be a dict with 'input_ids' or a sequence of token ids, "
+                f"got a {type(example).__name__}"
+            )
+        return {"input_ids": ids}

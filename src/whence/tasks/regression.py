@@ -1,0 +1,56 @@
+"""Regression with squared error."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whence.errors import DataError, ModelError, OptionError
+from whence.tasks.base import Batch, Task
+
+__all__ = ["Regression"]
+
+
+class Regression(Task):
+    """Gaussian regression: ``ℓ = ‖h - y‖² / (2σ²)`` and ``S = I/σ²``, one term per example.
+
+    With ``variance`` the residual variance σ², the loss is a negative log-likelihood in nats up to a
+    constant. (`torch.nn.MSELoss` is ``2σ²/K`` times this loss, for K outputs.)
+
+    Example:
+        >>> import torch
+        >>> task = Regression()
+        >>> batch = task.collate([(torch.zeros(2), torch.tensor([1.0]))])
+        >>> task.losses(torch.tensor([[3.0]]), batch)
+        tensor([2.])
+    """
+
+    def __init__(self, *, variance: float = 1.0) -> None:
+        if not 0 < variance < float("inf"):
+            raise OptionError(f"variance must be a positive number, got {variance}")
+        self.variance = variance
+
+    def check(self, outputs: Tensor, batch: Batch) -> None:
+        if not batch.targets.is_floating_point():
+            raise DataError(
+                f"targets must be real numbers, got {batch.targets.dtype}; convert them with .float(), or "
+                "use Classification for class labels"
+            )
+        if outputs.reshape(batch.size, -1).shape != batch.targets.reshape(batch.size, -1).shape:
+            raise ModelError(
+                f"the model's outputs have shape {tuple(outputs.shape)} for targets of shape "
+                f"{tuple(batch.targets.shape)}; Regression needs as many outputs as targets per example"
+            )
+
+    def losses(self, outputs: Tensor, batch: Batch) -> Tensor:
+        residual = outputs.reshape(batch.size, -1) - batch.targets.reshape(batch.size, -1)
+        return residual.square().sum(1) / (2 * self.variance)
+
+    def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
+        return tangents / self.variance
+
+    def sample_residual(self, outputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
+        noise = torch.randn(
+            outputs.shape, generator=generator, device=generator.device, dtype=outputs.dtype
+        )
+        return noise.to(outputs.device) / self.variance**0.5

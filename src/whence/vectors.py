@@ -1,0 +1,277 @@
+"""`ParamVector`: a vector in parameter space that keeps the parameters' names and shapes.
+
+Nothing here flattens: on a large model a flat copy is a second model in memory, and on a sharded one it is
+not even possible. Algebra is in place where it can be, and one code path serves a single vector and a block
+of several (``columns``), so that a solver reads the same for one right-hand side and for thirty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from whence.errors import VectorError
+
+__all__ = ["ParamVector"]
+
+
+class ParamVector(Mapping[str, Tensor]):
+    """A vector ``v`` with one tensor per parameter, under the parameter's own name and shape.
+
+    With ``columns=k`` it is a block of k vectors: each tensor has a leading dimension k, inner products
+    and norms come per column, and scalars may be given per column.
+
+    Args:
+        tensors: name -> tensor. The tensors are kept, not copied.
+        columns: number of vectors in the block, or None for a single vector.
+
+    Example:
+        >>> v = ParamVector({"weight": torch.ones(2, 3), "bias": torch.ones(3)})
+        >>> float(v.dot(v))
+        9.0
+        >>> v.axpy_(2.0, v.clone())["bias"]
+        tensor([3., 3., 3.])
+    """
+
+    __slots__ = ("_columns", "_tensors")
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, columns: int | None = None) -> None:
+        if not tensors:
+            raise VectorError("a ParamVector needs at least one tensor; got an empty mapping")
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise VectorError(f"{name!r} must be a floating-point tensor, got {kind}")
+            if columns is not None and (tensor.ndim == 0 or tensor.shape[0] != columns):
+                raise VectorError(
+                    f"{name!r} has shape {tuple(tensor.shape)}; a block of {columns} vectors needs "
+                    f"a leading dimension of {columns}"
+                )
+        self._tensors = dict(tensors)
+        self._columns = columns
+
+    # --- a mapping ---------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        block = "" if self._columns is None else f", columns={self._columns}"
+        return f"ParamVector({len(self)} tensors, {self.numel:,} numbers{block})"
+
+    @property
+    def columns(self) -> int | None:
+        """Number of vectors in the block, or None for a single vector."""
+        return self._columns
+
+    @property
+    def numel(self) -> int:
+        """Dimension of the space (of one column)."""
+        return sum(tensor.numel() for tensor in self._tensors.values()) // (self._columns or 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the tensors, all columns together."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+
+    # --- making others -----------------------------------------------------------------------------------
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> ParamVector:
+        return ParamVector({n: function(t) for n, t in self._tensors.items()}, columns=self._columns)
+
+    def clone(self) -> ParamVector:
+        """A copy with storage of its own."""
+        return self._map(lambda tensor: tensor.detach().clone(memory_format=torch.contiguous_format))
+
+    def zeros(self, columns: int | None = None) -> ParamVector:
+        """Zero vector of the same space; a block of zeros where ``columns`` is given."""
+        lead = () if columns is None else (columns,)
+        return ParamVector(
+            {name: tensor.new_zeros(lead + self.shape_of(name)) for name, tensor in self.items()},
+            columns=columns,
+        )
+
+    def zeros_like(self) -> ParamVector:
+        """Zeros of the same space and the same number of columns."""
+        return self.zeros(self._columns)
+
+    def shape_of(self, name: str) -> torch.Size:
+        """Shape of one column's tensor: the parameter's own shape."""
+        shape = self._tensors[name].shape
+        return shape if self._columns is None else shape[1:]
+
+    def randn_like(self, generator: torch.Generator) -> ParamVector:
+        """Independent standard normal entries, reproducible from ``generator``."""
+        return self._map(
+            lambda tensor: torch.randn(
+                tensor.shape, generator=generator, device=generator.device, dtype=tensor.dtype
+            ).to(tensor.device)
+        )
+
+    def rademacher_like(self, generator: torch.Generator) -> ParamVector:
+        """Independent signs ±1, reproducible from ``generator``."""
+
+        def signs(tensor: Tensor) -> Tensor:
+            bits = torch.randint(0, 2, tensor.shape, generator=generator, device=generator.device)
+            return bits.to(tensor.device, tensor.dtype).mul_(2).sub_(1)
+
+        return self._map(signs)
+
+    def column(self, index: int) -> ParamVector:
+        """One vector of the block, as a view: writing to it writes to the block."""
+        if self._columns is None:
+            raise VectorError("this ParamVector is a single vector; it has no columns")
+        return ParamVector({name: tensor[index] for name, tensor in self.items()})
+
+    def unstack(self) -> list[ParamVector]:
+        """The block's vectors, as views; a single vector gives a list of itself."""
+        return [self] if self._columns is None else [self.column(k) for k in range(self._columns)]
+
+    @staticmethod
+    def stack(vectors: Sequence[ParamVector]) -> ParamVector:
+        """A block of the given single vectors (copies them)."""
+        if not vectors:
+            raise VectorError("cannot stack an empty list of vectors")
+        for vector in vectors:
+            if vector.columns is not None:
+                raise VectorError("stack takes single vectors, not blocks")
+            vectors[0].check_same_space(vector)
+        return ParamVector(
+            {name: torch.stack([vector[name] for vector in vectors]) for name in vectors[0]},
+            columns=len(vectors),
+        )
+
+    # --- in-place algebra --------------------------------------------------------------------------------
+
+    def axpy_(self, alpha: float | Tensor, other: ParamVector) -> ParamVector:
+        """``self += alpha · other``; ``alpha`` may hold one number per column."""
+        self._check_same_form(other)
+        for mine, theirs, factor in self._triples(other, alpha):
+            if isinstance(factor, Tensor):
+                mine.addcmul_(theirs.to(mine.dtype), factor.to(mine.dtype))
+            else:
+                mine.add_(theirs, alpha=factor)
+        return self
+
+    def scale_(self, alpha: float | Tensor) -> ParamVector:
+        """``self *= alpha``; ``alpha`` may hold one number per column."""
+        for mine, _, factor in self._triples(self, alpha):
+            mine.mul_(factor.to(mine.dtype) if isinstance(factor, Tensor) else factor)
+        return self
+
+    def lerp_(self, other: ParamVector, weight: float) -> ParamVector:
+        """``self += weight · (other - self)``: one step of a running mean."""
+        self._check_same_form(other)
+        for name, mine in self.items():
+            mine.lerp_(other[name].to(mine.dtype), weight)
+        return self
+
+    def copy_(self, other: ParamVector) -> ParamVector:
+        """Overwrite with ``other``'s values."""
+        self._check_same_form(other)
+        for name, mine in self.items():
+            mine.copy_(other[name])
+        return self
+
+    def zero_(self) -> ParamVector:
+        """Overwrite with zeros."""
+        for tensor in self._tensors.values():
+            tensor.zero_()
+        return self
+
+    # --- inner products ----------------------------------------------------------------------------------
+
+    def dot(self, other: ParamVector) -> Tensor:
+        """``⟨self, other⟩`` in float64: a scalar, or one number per column."""
+        self._check_same_form(other)
+        total: Tensor | None = None
+        for name, mine in self.items():
+            part = _inner(mine, other[name], batched=self._columns is not None)
+            total = part if total is None else total + part
+        assert total is not None  # a ParamVector is never empty
+        return total
+
+    def norm(self) -> Tensor:
+        """``‖self‖₂`` in float64: a scalar, or one number per column."""
+        return self.dot(self).sqrt()
+
+    def gram(self, other: ParamVector) -> Tensor:
+        """All inner products between the columns of two blocks, ``[k, k']`` in float64."""
+        self.check_same_space(other)
+        total: Tensor | None = None
+        for name, mine in self.items():
+            left = mine if self._columns is not None else mine.unsqueeze(0)
+            right = other[name] if other.columns is not None else other[name].unsqueeze(0)
+            part = (left.flatten(1) @ right.to(left.dtype).flatten(1).T).double()
+            total = part if total is None else total + part
+        assert total is not None  # a ParamVector is never empty
+        return total
+
+    def is_finite(self) -> bool:
+        """Whether every entry is finite."""
+        return all(bool(torch.isfinite(tensor).all()) for tensor in self._tensors.values())
+
+    # --- checks ------------------------------------------------------------------------------------------
+
+    def check_same_space(self, other: ParamVector, what: str = "vector") -> None:
+        """Raise `VectorError` unless ``other`` has the same names and parameter shapes."""
+        missing = [name for name in self if name not in other]
+        unknown = [name for name in other if name not in self]
+        if missing or unknown:
+            raise VectorError(
+                f"the {what} belongs to another model or parameter selection: "
+                f"missing {_few(missing)}, unexpected {_few(unknown)}. Build it from the same model with "
+                "the same `params` filter"
+            )
+        for name in self:
+            if self.shape_of(name) != other.shape_of(name):
+                raise VectorError(
+                    f"the {what}'s {name!r} has shape {tuple(other.shape_of(name))}, expected "
+                    f"{tuple(self.shape_of(name))}. Build it from the same model"
+                )
+
+    def _check_same_form(self, other: ParamVector) -> None:
+        if other is self:
+            return
+        if self._columns != other._columns:
+            raise VectorError(f"cannot combine {self!r} with {other!r}: different numbers of columns")
+        if self._tensors.keys() != other._tensors.keys():
+            self.check_same_space(other)
+
+    def _triples(
+        self, other: ParamVector, alpha: float | Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, float | Tensor]]:
+        """Own tensor, other's tensor, and ``alpha`` shaped to broadcast over the columns."""
+        per_column = isinstance(alpha, Tensor) and alpha.ndim == 1
+        for name, mine in self.items():
+            factor: float | Tensor
+            if per_column:
+                assert isinstance(alpha, Tensor)
+                factor = alpha.to(mine.device).reshape((-1,) + (1,) * (mine.ndim - 1))
+            else:
+                factor = float(alpha)
+            yield mine, other[name], factor
+
+
+def _inner(left: Tensor, right: Tensor, *, batched: bool) -> Tensor:
+    right = right.to(left.dtype)
+    if left.dtype in (torch.float16, torch.bfloat16):
+        left, right = left.float(), right.float()
+    if batched:
+        return torch.linalg.vecdot(left.flatten(1), right.flatten(1)).double()
+    return torch.dot(left.reshape(-1), right.reshape(-1)).double()
+
+
+def _few(names: Sequence[str], limit: int = 3) -> str:
+    if not names:
+        return "none"
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

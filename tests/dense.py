@@ -1,0 +1,85 @@
+"""Dense float64 references, written from the definitions and sharing no code with the library's products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from whence import Dense, GaussNewton, ParamVector
+
+
+def widen(vector: ParamVector) -> ParamVector:
+    return ParamVector({n: t.double() for n, t in vector.items()}, columns=vector.columns)
+
+
+def relative_error(actual: ParamVector, expected: ParamVector) -> float:
+    difference = widen(actual).axpy_(-1.0, widen(expected))
+    return float((difference.norm() / widen(expected).norm()).max())
+
+
+def jacobian(gnh: GaussNewton, example: object) -> tuple[Tensor, Tensor, object]:
+    """``∂h/∂θ`` of one example by one backward per output, its outputs, and its batch."""
+    task, model = gnh.task, gnh.network.model
+    batch = task.collate([example])
+    names = list(gnh.network.parameters)
+    leaves = {name: gnh.network.parameters[name].detach().clone().requires_grad_() for name in names}
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self) -> Tensor:
+            return task.outputs(self.inner, batch)
+
+    wrapped = Wrapped()
+    wrapped.training = False
+    outputs = functional_call(wrapped, {f"inner.{n}": t for n, t in leaves.items()}, ())
+    rows = []
+    for value in outputs.reshape(-1):
+        grads = torch.autograd.grad(value, list(leaves.values()), retain_graph=True, allow_unused=True)
+        rows.append(
+            torch.cat(
+                [
+                    torch.zeros(leaf.numel(), dtype=leaf.dtype) if g is None else g.reshape(-1)
+                    for g, leaf in zip(grads, leaves.values(), strict=True)
+                ]
+            )
+        )
+    return torch.stack(rows), outputs.detach(), batch
+
+
+def softmax_hessian(logits: Tensor) -> Tensor:
+    p = logits.softmax(-1)
+    return torch.diag(p) - torch.outer(p, p)
+
+
+def dense_gauss_newton(gnh: GaussNewton) -> Dense:
+    """``(1/N) Σ J S Jᵀ`` for cross-entropy tasks, one example at a time, as in the paper's equation."""
+    total, terms = None, 0
+    for example in gnh.terms.data:
+        rows, outputs, batch = jacobian(gnh, example)
+        logits = outputs.reshape(-1, outputs.shape[-1])
+        targets = batch.targets.reshape(-1)
+        rows = rows.reshape(*logits.shape, -1)
+        for position in range(len(logits)):
+            if targets[position] == -100:
+                continue
+            J = rows[position]  # [K, N]
+            part = J.T @ softmax_hessian(logits[position]) @ J
+            total = part if total is None else total + part
+            terms += 1
+    return Dense(total / terms, gnh.zeros())
+
+
+def per_example_matrices(gnh: GaussNewton) -> Tensor:
+    """``Σ_{i in s} J_i S_i J_iᵀ`` for every example s, unnormalised."""
+    matrices = []
+    for example in gnh.terms.data:
+        rows, outputs, batch = jacobian(gnh, example)
+        logits = outputs.reshape(-1, outputs.shape[-1])
+        rows = rows.reshape(*logits.shape, -1)
+        kept = (batch.targets.reshape(-1) != -100).nonzero().flatten().tolist()
+        matrices.append(sum(rows[i].T @ softmax_hessian(logits[i]) @ rows[i] for i in kept))
+    return torch.stack(matrices)
