@@ -61,7 +61,9 @@ def vectors(dtype: torch.dtype) -> list[tuple[torch.Tensor, int]]:
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8), nn.ReLU(inplace=True), nn.Linear(8, 4)
+    )
 
 
 class ConvNet(nn.Module):
@@ -137,7 +139,9 @@ def _bert() -> nn.Module:
 def _resnet() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=4)
+    config = ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=4
+    )
     return ResNetForImageClassification(config)
 
 

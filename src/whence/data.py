@@ -36,9 +36,7 @@ class TermSet:
         indices: the examples that belong to the set; all by default.
     """
 
-    def __init__(
-        self, data: Any, task: Task, device: torch.device, *, indices: Tensor | None = None
-    ) -> None:
+    def __init__(self, data: Any, task: Task, device: torch.device, *, indices: Tensor | None = None) -> None:
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise DataError(
                 f"the data are a {type(data).__name__}; whence needs random access: a map-style dataset with "

@@ -10,15 +10,13 @@ micro-batch at a time; memory does not grow with the number of terms. Nothing of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from whence.data import TermSet
-from whence.errors import DataError, ModelError, OptionError, VectorError
+from whence.errors import DataError, ModelError, OptionError
 from whence.inspection import (
     activation_bytes,
     check_determinism,
@@ -136,14 +134,14 @@ class GaussNewton(LinearOperator):
     def __repr__(self) -> str:
         return (
             f"GaussNewton({type(self.network.model).__name__}, {type(self.task).__name__}, "
-            f"{self.zeros_numel:,} parameters, {self.num_terms:,} terms, "
+            f"{self.num_parameters:,} parameters, {self.num_terms:,} terms, "
             f"product={self.product!r}: {self.product_reason})"
         )
 
     # --- the operator ------------------------------------------------------------------------------------
 
     @property
-    def zeros_numel(self) -> int:
+    def num_parameters(self) -> int:
         """Dimension of parameter space."""
         return sum(p.numel() for p in self.network.parameters.values())
 
@@ -175,6 +173,10 @@ class GaussNewton(LinearOperator):
         """``H̃`` over drawn examples, for repeated use: by finite differences its products are central."""
         self.check_batch_size(batch_size)
         return SampledGaussNewton(self, self.terms.draw(batch_size, generator), None)
+
+    @property
+    def has_factors(self) -> bool:
+        return type(self.task).sample_residual is not Task.sample_residual
 
     def sample_factor(self, batch_size: int, generator: torch.Generator) -> ParamVector:
         """``g`` with ``E[g gᵀ] = H``: the gradient of a batch whose labels the model drew itself.
@@ -239,9 +241,7 @@ class GaussNewton(LinearOperator):
             else:
                 self._block_product(batch, vector, sign, out, weight)
 
-    def _column_product(
-        self, batch: Batch, vector: ParamVector, sign: int | None, receive: Receiver
-    ) -> None:
+    def _column_product(self, batch: Batch, vector: ParamVector, sign: int | None, receive: Receiver) -> None:
         """``Jᵀ S J v`` of one micro-batch, for one vector."""
         if self.product == "exact":
             outputs, leaves, tangent = dual_forward(self.network, batch, vector)
@@ -320,7 +320,10 @@ class GaussNewton(LinearOperator):
                 if base is None:
                     outputs, tangent = tangent_only(self.network, batch, column)
                 else:
-                    outputs, tangent = base.outputs, self.differences(batch).tangent(base, batch, column, sign)
+                    outputs, tangent = (
+                        base.outputs,
+                        self.differences(batch).tangent(base, batch, column, sign),
+                    )
                 self._check_finite(outputs, batch)
                 curved = self.task.hessian_product(outputs, tangent, batch)
                 total[k] += float(torch.sum(curved.mul_(tangent), dtype=torch.float64))

@@ -20,7 +20,9 @@ def check_evaluation_mode(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model must be a torch.nn.Module, got a {type(model).__name__}")
     if model.training:
-        raise ModelError("the model is in training mode, where its outputs may be random. Call model.eval() first")
+        raise ModelError(
+            "the model is in training mode, where its outputs may be random. Call model.eval() first"
+        )
     for name, module in model.named_modules():
         if module.training and isinstance(module, (_DropoutNd, _BatchNorm)):
             raise ModelError(

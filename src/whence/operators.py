@@ -59,6 +59,11 @@ class LinearOperator(ABC):
         """Like `sample`, for repeated use: products with it are deterministic."""
         return self.sample(batch_size, generator)
 
+    @property
+    def has_factors(self) -> bool:
+        """Whether `sample_factor` works."""
+        return False
+
     def sample_factor(self, batch_size: int, generator: torch.Generator) -> ParamVector:
         """A random vector ``g`` with ``E[g gᵀ] = A``, computed from about ``batch_size`` terms."""
         raise OptionError(f"{type(self).__name__} cannot draw vectors g with E[g gᵀ] = A")
@@ -118,6 +123,10 @@ class Dense(LinearOperator):
             columns=lead[0] if lead else None,
         )
 
+    @property
+    def has_factors(self) -> bool:
+        return True
+
     def sample_factor(self, batch_size: int, generator: torch.Generator) -> ParamVector:
         values, vectors = torch.linalg.eigh(self.matrix)
         noise = torch.randn(len(values), generator=generator, dtype=values.dtype)
@@ -152,6 +161,10 @@ class FiniteSum(LinearOperator):
         self.check_batch_size(batch_size)
         picks = torch.randint(self.num_terms, (batch_size,), generator=generator)
         return Dense(self.matrices[picks].mean(0), self._template)
+
+    @property
+    def has_factors(self) -> bool:
+        return True
 
     def sample_factor(self, batch_size: int, generator: torch.Generator) -> ParamVector:
         return self.sample(batch_size, generator).sample_factor(batch_size, generator)

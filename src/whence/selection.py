@@ -14,9 +14,7 @@ __all__ = ["ParameterFilter", "select_parameters"]
 ParameterFilter = Callable[[str], bool] | Sequence[str]
 
 
-def select_parameters(
-    model: nn.Module, params: ParameterFilter | None = None
-) -> dict[str, nn.Parameter]:
+def select_parameters(model: nn.Module, params: ParameterFilter | None = None) -> dict[str, nn.Parameter]:
     """The model's trainable parameters, or those of them that ``params`` selects.
 
     Frozen parameters (``requires_grad=False``) are never selected. Tied weights appear once, under the name

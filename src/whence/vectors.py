@@ -266,7 +266,8 @@ def _inner(left: Tensor, right: Tensor, *, batched: bool) -> Tensor:
     if left.dtype in (torch.float16, torch.bfloat16):
         left, right = left.float(), right.float()
     if batched:
-        return torch.linalg.vecdot(left.flatten(1), right.flatten(1)).double()
+        product: Tensor = torch.linalg.vecdot(left.flatten(1), right.flatten(1))
+        return product.double()
     return torch.dot(left.reshape(-1), right.reshape(-1)).double()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +34,7 @@ def dual_forward(
     return outputs, leaves, _or_zeros(tangent, outputs)
 
 
-def tangent_only(
-    network: Network, batch: Batch, vector: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor]:
+def tangent_only(network: Network, batch: Batch, vector: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Outputs and tangent ``J u`` without any graph: what a quadratic form needs."""
     plain = {name: p.detach() for name, p in network.parameters.items()}
     with torch.no_grad(), _dual_numbers(cut_tangent_graph=False):
@@ -49,7 +48,7 @@ def block_tangents(network: Network, batch: Batch, block: ParamVector) -> Tensor
     tangents = {name: block[name].to(plain[name].dtype) for name in plain}
 
     def one(direction: dict[str, Tensor]) -> Tensor:
-        _, tangent = torch.func.jvp(lambda theta: network.outputs(batch, theta), (plain,), (direction,))
+        tangent = torch.func.jvp(lambda theta: network.outputs(batch, theta), (plain,), (direction,))[1]
         assert isinstance(tangent, Tensor)
         return tangent
 
@@ -84,17 +83,19 @@ def _forward_mode_friendly() -> Iterator[None]:
     with sdpa_kernel(SDPBackend.MATH), register_module_forward_hook(_hold_padding), warnings.catch_warnings():
         # vmap over an operation without a batching rule loops over it: slower, not wrong.
         warnings.filterwarnings("ignore", message="There is a performance drop")
+        # torch warns of a deprecation inside itself when it first loads its forward-mode rules.
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.script", category=DeprecationWarning)
         yield
 
 
-def _detach_tangent(module: nn.Module, inputs: object, output: object) -> object:
+def _detach_tangent(module: nn.Module, inputs: Any, output: Any) -> Any:
     if not isinstance(output, Tensor):
         return None
     primal, tangent = forward_ad.unpack_dual(output)
     return None if tangent is None else forward_ad.make_dual(primal, tangent.detach())
 
 
-def _hold_padding(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+def _hold_padding(module: nn.Module, inputs: Any, output: Any) -> Any:
     """An embedding's padding row gets no gradient in the backward pass; give it no tangent in the forward."""
     if not isinstance(module, nn.Embedding) or module.padding_idx is None:
         return None

@@ -14,6 +14,7 @@ corrected at the price of a forward or two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -155,7 +156,9 @@ class FiniteDifferences:
         """‖δu‖ that should move the outputs by ``aim``."""
         if self.gain is not None:
             return aim / self.gain
-        scale = float(torch.stack([p.detach().double().norm() for p in self.network.parameters.values()]).norm())
+        scale = float(
+            torch.stack([p.detach().double().norm() for p in self.network.parameters.values()]).norm()
+        )
         return 1e-3 * aim * (scale or 1.0)
 
     def _outputs_at(
@@ -176,7 +179,7 @@ class FiniteDifferences:
 
 
 def _rms(change: Tensor) -> float:
-    return float(torch.linalg.vector_norm(change)) / max(change.numel(), 1) ** 0.5
+    return float(torch.linalg.vector_norm(change)) / math.sqrt(max(change.numel(), 1))
 
 
 def _correction(aim: float, moved: float) -> float:
@@ -185,4 +188,4 @@ def _correction(aim: float, moved: float) -> float:
         return 1e-3
     if moved == 0.0:
         return 1e3
-    return min(max(aim / moved, 1e-4), 1e4)
+    return float(min(max(aim / moved, 1e-4), 1e4))

@@ -24,7 +24,7 @@ _Replay = Callable[[Any, Tensor, tuple[Any, ...]], Any]
 
 
 def _replay_relu(pattern: Any, x: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return x * pattern
+    return torch.mul(x, pattern)
 
 
 def _replay_leaky_relu(pattern: Any, x: Tensor, args: tuple[Any, ...]) -> Tensor:
@@ -67,7 +67,7 @@ class RecordKinks(TorchDispatchMode):
     """Records the pattern of every kinked operation, in the order they run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.patterns: list[Any] = []
 
     def __torch_dispatch__(
@@ -83,7 +83,7 @@ class HoldKinks(TorchDispatchMode):
     """Replays recorded patterns: the k-th kinked operation uses the k-th pattern."""
 
     def __init__(self, patterns: list[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._patterns = iter(patterns)
 
     def __torch_dispatch__(

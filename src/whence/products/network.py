@@ -58,7 +58,9 @@ class Network:
         lead = () if columns is None else (columns,)
         return ParamVector(
             {
-                name: torch.zeros(lead + p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+                name: torch.zeros(
+                    lead + p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device
+                )
                 for name, p in self.parameters.items()
             },
             columns=columns,

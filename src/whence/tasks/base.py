@@ -56,9 +56,7 @@ class Batch:
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
         """Move to a device; floating-point tensors also to ``dtype`` where given."""
-        return self.map(
-            lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None)
-        )
+        return self.map(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None))
 
     def non_finite(self) -> Tensor:
         """Positions of the examples with NaN or infinity in their inputs or targets."""

@@ -44,9 +44,7 @@ def stack_columns(examples: Sequence[Any]) -> Any:
         xs, ys = zip(*examples, strict=True)
         inputs = stack_columns(xs) if isinstance(xs[0], Mapping) else stack_values("input", xs)
         return inputs, stack_values("target", ys)
-    raise DataError(
-        f"an example must be (x, y) or a dict with 'labels', got a {type(first).__name__}"
-    )
+    raise DataError(f"an example must be (x, y) or a dict with 'labels', got a {type(first).__name__}")
 
 
 def stack_values(name: str, values: Sequence[Any]) -> Tensor:

@@ -58,12 +58,8 @@ class ConvexLoss(Task):
             return torch.stack([self.hessian_product(outputs, t, batch) for t in tangents])
         with torch.enable_grad():
             point = outputs.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(
-                self.loss(point, batch.targets).sum(), point, create_graph=True
-            )
+            (gradient,) = torch.autograd.grad(self.loss(point, batch.targets).sum(), point, create_graph=True)
             if not gradient.requires_grad:  # a loss that is linear in the outputs has no curvature
                 return torch.zeros_like(outputs)
-            (product,) = torch.autograd.grad(
-                gradient, point, tangents.to(gradient.dtype), allow_unused=True
-            )
+            (product,) = torch.autograd.grad(gradient, point, tangents.to(gradient.dtype), allow_unused=True)
         return torch.zeros_like(outputs) if product is None else product

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -50,7 +52,5 @@ class Regression(Task):
         return tangents / self.variance
 
     def sample_residual(self, outputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
-        noise = torch.randn(
-            outputs.shape, generator=generator, device=generator.device, dtype=outputs.dtype
-        )
-        return noise.to(outputs.device) / self.variance**0.5
+        noise = torch.randn(outputs.shape, generator=generator, device=generator.device, dtype=outputs.dtype)
+        return noise.to(outputs.device).div_(math.sqrt(self.variance))

@@ -1,0 +1,53 @@
+# Every target makes its own environment: nothing has to be installed by hand.
+PYTHON ?= python3
+VENV := .venv
+BENCH_VENV := .venv-bench
+PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test test-slow check format bench clean
+
+help:
+	@echo "make demo       train a small digits model and attribute its predictions (minutes)"
+	@echo "make test       the test suite (minutes)"
+	@echo "make test-slow  the tests that need minutes each or downloaded weights"
+	@echo "make check      lint, types, import contracts"
+	@echo "make bench      speed and memory beside the peers"
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/python examples/digits.py
+
+test: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest
+
+test-slow: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest -m slow -n 0
+
+check: $(VENV)/.installed
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/.installed
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+bench: $(BENCH_VENV)/.installed
+	$(BENCH_VENV)/bin/python -m benchmarks.products
+	$(BENCH_VENV)/bin/python -m benchmarks.memory
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'
+	touch $@
+
+# curvlinops depends on torchvision only through backpack, which does not need it; installing it would
+# replace torch. So the peers' own dependencies are listed by hand and installed without theirs.
+$(BENCH_VENV)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'
+	$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r benchmarks/requirements.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(BENCH_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

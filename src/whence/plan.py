@@ -1,0 +1,201 @@
+"""`Plan`: LiSSA's step, batch and length from the measured spectrum (the paper's Corollary 1).
+
+    η = 1 / (λmax + λ),      |B| ≥ C·Tr(H) / λmax,      T = 2 / (λη)
+
+Estimates are uncertain, and the two sides of an error are not alike: a step that is a little too small costs a
+few percent, one that is too large diverges. So λmax and the trace enter at their upper ends.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from whence.errors import OptionError
+from whence.spectrum import Spectrum
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to solve ``(H + λ)u = g`` by LiSSA, and what to expect of it.
+
+    Attributes:
+        damping: λ.
+        step_size: η.
+        batch_size: |B|, in terms: examples, or tokens for language models.
+        num_steps: T.
+        chains: independent runs; their mean is the solution and their spread its error.
+        spectrum: what the plan was made from.
+        constant: the C of condition C.1 that the batch was made with.
+
+    Example:
+        >>> from whence.spectrum import Estimate, Spectrum
+        >>> spectrum = Spectrum(trace=Estimate(1000.0), frobenius=Estimate(150.0), lambda_max=Estimate(95.0))
+        >>> plan = Plan.from_spectrum(spectrum, damping=5.0)
+        >>> plan.step_size, plan.batch_size, plan.num_steps
+        (0.01, 22, 40)
+    """
+
+    damping: float
+    step_size: float
+    batch_size: int
+    num_steps: int
+    chains: int
+    spectrum: Spectrum
+    constant: float
+
+    def __post_init__(self) -> None:
+        for name in ("damping", "step_size", "constant"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise OptionError(f"{name} must be a positive number, got {value}")
+        for name in ("batch_size", "num_steps", "chains"):
+            value = getattr(self, name)
+            if value != int(value) or value < 1:
+                raise OptionError(f"{name} must be a whole number of at least 1, got {value}")
+
+    @classmethod
+    def from_spectrum(
+        cls, spectrum: Spectrum, damping: float, *, C: float = 2.0, chains: int = 4, errors: float = 2.0
+    ) -> Plan:
+        """The paper's plan for this spectrum and damping, on the stable side of the estimates' errors.
+
+        Args:
+            spectrum: from `whence.estimate_spectrum`, or given.
+            damping: λ > 0.
+            C: the constant of condition C.1; give ``spectrum.sampling_constant.upper()`` where it exceeds 2.
+            chains: independent runs for the error bars.
+            errors: how many standard errors λmax and the trace are raised by.
+        """
+        if not 0 < damping < math.inf:
+            raise OptionError(f"damping must be a positive number, got {damping}; λmax/200 is a good start")
+        if not 0 < C < math.inf:
+            raise OptionError(f"C must be a positive number, got {C}")
+        lambda_max = spectrum.lambda_max.upper(errors)
+        trace = spectrum.trace.upper(errors)
+        if not (lambda_max > 0 and trace > 0):
+            raise OptionError(
+                f"a plan needs a positive λmax and trace, got {spectrum.lambda_max} and {spectrum.trace}"
+            )
+        step_size = 1 / (lambda_max + damping)
+        return cls(
+            damping=damping,
+            step_size=step_size,
+            batch_size=max(1, _ceil(C * trace / lambda_max)),
+            num_steps=max(1, _ceil(2 / (damping * step_size))),
+            chains=chains,
+            spectrum=spectrum,
+            constant=C,
+        )
+
+    def replace(self, **changes: Any) -> Plan:
+        """The same plan with some values changed, such as ``plan.replace(batch_size=100)``."""
+        return replace(self, **changes)
+
+    def refined(self, factor: float) -> Plan:
+        """The plan at ``factor`` times its cost: batch and steps each grow by √factor.
+
+        A longer tail and a larger batch lower the error of one chain more than as many chains would.
+        """
+        if not factor >= 1:
+            raise OptionError(f"factor must be at least 1, got {factor}")
+        root = math.sqrt(factor)
+        return self.replace(batch_size=_ceil(root * self.batch_size), num_steps=_ceil(root * self.num_steps))
+
+    # --- predictions -------------------------------------------------------------------------------------
+
+    @property
+    def condition_number(self) -> float:
+        """``κ = λmax / λ``."""
+        return self.spectrum.lambda_max.value / self.damping
+
+    @property
+    def bias(self) -> float:
+        """Theorem 1: ``‖E u^T - u*‖ ≤ (1 - ηλ)^T ‖u⁰ - u*‖``, and ``‖u⁰ - u*‖ ≤ ‖g‖/λ`` from u⁰ = g/λ."""
+        return float((1 - self.step_size * self.damping) ** self.num_steps)
+
+    @property
+    def sampling_error(self) -> float:
+        """Theorem 1: root of ``η²Δ̃/δ``, the last iterate's error from sampling, in units of ‖g‖/λ.
+
+        ``δ = 2ηλ - (ηλ)²``; under C.1, ``Δ̃ ≤ (C·Tr(H)/|B|) u*ᵀHu*``, and ``u*ᵀHu* ≤ ‖g‖²/4λ``. Averaging the tail
+        and the chains makes it smaller; how much depends on the spectrum, and the solution measures it.
+        """
+        contraction = 2 * self.step_size * self.damping - (self.step_size * self.damping) ** 2
+        noise = self.constant * self.spectrum.trace.value / self.batch_size / (4 * self.damping)
+        return math.sqrt(self.step_size**2 * noise / contraction) * self.damping
+
+    @property
+    def stable(self) -> bool:
+        """Whether step and batch satisfy the Corollary at the spectrum's central estimates."""
+        lambda_max = self.spectrum.lambda_max.value
+        step_fits = self.step_size * (lambda_max + self.damping) <= 1 + 1e-9
+        room = 1 / self.step_size - self.damping
+        batch_fits = self.constant * self.spectrum.trace.value / self.batch_size <= room * (1 + 1e-9)
+        return step_fits and batch_fits
+
+    @property
+    def num_products(self) -> int:
+        """Sampled products, over all chains."""
+        return self.num_steps * self.chains
+
+    @property
+    def num_term_products(self) -> int:
+        """Terms gone through, over all chains: what the time is proportional to."""
+        return self.num_products * self.batch_size
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted seconds for one right-hand side, where the spectrum measured a product's time."""
+        per_term = self.spectrum.seconds_per_term
+        return None if per_term is None else self.num_term_products * per_term
+
+    @property
+    def memory_copies(self) -> int:
+        """Vectors of the parameters' size held at once for one right-hand side, beside the model.
+
+        Right-hand side, iterate, one average per chain, and a gradient when a batch needs several passes.
+        """
+        return 3 + self.chains
+
+    def __str__(self) -> str:
+        spectrum = self.spectrum
+        lines = [
+            f"damping   λ    {self.damping:.4g}   (κ = λmax/λ = {self.condition_number:.3g})",
+            f"step      η    {self.step_size:.4g}",
+            f"batch    |B|   {self.batch_size:,} terms   (C = {self.constant:.3g})",
+            f"steps     T    {self.num_steps:,}   in each of {self.chains} chains",
+            f"expected       bias ≤ {self.bias:.2g}, sampling ≤ {self.sampling_error:.2g} of ‖g‖/λ (last iterate)",
+            f"cost           {self.num_products:,} products over {self.num_term_products:,} terms"
+            + (f", about {_duration(self.seconds)}" if self.seconds is not None else ""),
+        ]
+        memory = f"memory         {self.memory_copies} vectors of the parameters' size per right-hand side"
+        if spectrum.num_parameters is not None:
+            memory += f": {_bytes(4 * spectrum.num_parameters * self.memory_copies)} in float32"
+        lines.append(memory)
+        if not self.stable:
+            lines.append("warning        step or batch is outside the stable range: expect divergence")
+        return "\n".join(lines)
+
+
+def _ceil(x: float) -> int:
+    """Ceiling that forgives rounding: 40.00000000001 is 40."""
+    return math.ceil(x * (1 - 1e-9))
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,90 @@
+"""Noticing that a stochastic solve diverges, telling why, and answering it.
+
+The solution is never longer than ``‖g‖/λ``, and iterates that converge stay near that ball, so leaving it by a
+factor of `SLACK` means divergence, noticed within a few steps of the growth. The path leaves along some
+direction v. If ``η(vᵀHv + λ) > 1`` on a large fresh batch, the step is too long: λmax was underestimated. If not, the
+step suits H but not its small-batch versions: the batch is too small (the paper's condition).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whence.errors import DivergenceError
+from whence.operators import Damped
+from whence.plan import Plan
+from whence.vectors import ParamVector
+
+__all__ = ["Divergence", "answer", "left_the_ball"]
+
+SLACK = 3.0
+_ATTEMPTS = 6
+
+
+def left_the_ball(iterate: ParamVector, radius: Tensor) -> bool:
+    """Whether any column is non-finite or longer than `SLACK` times the longest possible solution."""
+    norm = iterate.norm()
+    return not bool(((norm <= SLACK * radius) | ((radius == 0) & (norm == 0))).all())
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A path that left the ball: where, when, and under which settings."""
+
+    iterate: ParamVector
+    step: int
+    radius: Tensor
+    system: Damped
+    plan: Plan
+
+    @property
+    def curvature(self) -> float:
+        """``vᵀHv`` along the direction of escape, on a large batch; NaN if the path is not finite."""
+        columns = self.iterate.unstack()
+        growth = self.iterate.norm() / self.radius
+        worst = columns[int(growth.reshape(-1).nan_to_num(math.inf).argmax())]
+        if not worst.is_finite():
+            return math.nan
+        direction = worst.clone().scale_(1 / float(worst.norm()))
+        terms = min(self.system.num_terms, max(10 * self.plan.batch_size, 1000))
+        generator = torch.Generator().manual_seed(self.step)
+        return float(self.system.operator.subset(terms, generator).quadratic_form(direction))
+
+    @property
+    def step_too_long(self) -> bool:
+        """Whether the step exceeds what the curvature along the escape allows."""
+        curvature = self.curvature
+        return not self.plan.step_size * (curvature + self.plan.damping) <= 1.0
+
+    @property
+    def message(self) -> str:
+        """What happened and why, in a sentence or two."""
+        what = (
+            f"LiSSA diverged at step {self.step} of {self.plan.num_steps}: the iterate left the ball of radius "
+            f"‖g‖/λ that holds the solution."
+        )
+        if self.step_too_long:
+            return (
+                f"{what} The step η = {self.plan.step_size:.3g} is too long: the curvature along the path is "
+                f"{self.curvature:.3g}, the plan assumed λmax = {self.plan.spectrum.lambda_max}."
+            )
+        return f"{what} The batch |B| = {self.plan.batch_size:,} is too small for this step."
+
+
+def answer(divergence: Divergence, A: Damped, plan: Plan, *, attempt: int, recover: bool) -> Plan:
+    """A more cautious plan, or a `DivergenceError` that names the cause."""
+    too_long = divergence.step_too_long
+    if not recover or attempt >= _ATTEMPTS:
+        advice = (
+            f"estimate λmax on more data, or use step_size ≤ {plan.step_size / 2:.3g}"
+            if too_long
+            else f"use batch_size ≥ {2 * plan.batch_size} (measure Ĉ with estimate_spectrum and plan with it)"
+        )
+        raise DivergenceError(f"{divergence.message} Try: {advice}, or a larger damping.")
+    if not too_long and 2 * plan.batch_size <= A.num_terms:
+        return plan.replace(batch_size=2 * plan.batch_size)
+    return plan.replace(step_size=plan.step_size / 2, num_steps=2 * plan.num_steps)

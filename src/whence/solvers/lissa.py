@@ -1,0 +1,174 @@
+"""LiSSA: stochastic gradient descent on ``½ uᵀ(H + λ)u - uᵀg``, with the paper's settings and error bars.
+
+    u⁰ = g/λ,        u^t = u^{t-1} - η[(H̃_t + λ)u^{t-1} - g],        t = 1 … T
+
+with a fresh batch H̃_t in every step. Theorem 1: in expectation u^T approaches ``u* = (H + λ)⁻¹g`` as ``(1 - ηλ)^T``,
+and its mean square error has a floor from sampling that more steps never remove. Averaging the tail of the
+path removes it, at no cost but one vector; the last iterate, as in the paper, is available on request.
+
+*Start.* g/λ is exact in flat directions of H, and no iterate needs to be longer than it.
+*Chains.* Independent repetitions: their mean is the solution, their spread its standard error.
+*Divergence.* ``‖u*‖ ≤ ‖g‖/λ``. A path that leaves this ball by a factor is diverging, whatever the cause; a
+quadratic form along the direction in which it left tells the cause. See `whence.solvers.divergence`.
+
+Memory, in vectors of the parameters' size, for each right-hand side and beside the model: the right-hand side, the
+iterate, one average per chain; and one gradient, when a batch does not fit in a single pass.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from whence.errors import OptionError, WhenceWarning
+from whence.operators import Damped
+from whence.plan import Plan
+from whence.solvers.base import Solution, Solver, check_right_hand_side
+from whence.solvers.divergence import Divergence, answer, left_the_ball
+from whence.solvers.residual import residual_norm
+from whence.vectors import ParamVector
+
+__all__ = ["Chain", "Lissa"]
+
+
+@dataclass
+class Chain:
+    """One chain of LiSSA in flight: everything that is needed to go on from here."""
+
+    iterate: ParamVector
+    average: ParamVector
+    step: int
+    generator: torch.Generator
+
+
+@dataclass(frozen=True)
+class Lissa(Solver):
+    """LiSSA under a `Plan`.
+
+    Args:
+        plan: step size, batch size, number of steps and of chains.
+        average: ``"tail"`` returns the mean of the last part of the path, ``"last"`` its last point.
+        tail: the part of the path that is averaged.
+        recover: answer divergence by a smaller step or a larger batch (with a warning), or raise at once.
+        residual_batches: held-out batches for the residual, four times the plan's size each.
+        tolerance: the residual, relative to ‖g‖, at which a solution counts as converged.
+
+    Example:
+        >>> from whence import Dense, FiniteSum, Damped, ParamVector, estimate_spectrum
+        >>> g = torch.Generator().manual_seed(0)
+        >>> H = FiniteSum([torch.diag(torch.tensor([1.0, 0.1 * k])) for k in range(8)])
+        >>> plan = Plan.from_spectrum(estimate_spectrum(H, generator=g), damping=0.1)
+        >>> solution = Lissa(plan).solve(Damped(H, 0.1), ParamVector({"x": torch.ones(2)}), generator=g)
+        >>> bool(solution.converged)
+        True
+    """
+
+    plan: Plan
+    average: Literal["tail", "last"] = "tail"
+    tail: float = 0.5
+    recover: bool = True
+    residual_batches: int = 8
+    tolerance: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.average not in ("tail", "last"):
+            raise OptionError(f"average is {self.average!r}; it must be 'tail' or 'last'")
+        if not 0 < self.tail <= 1:
+            raise OptionError(f"tail is {self.tail}; it is the averaged part of the path, in (0, 1]")
+        if self.residual_batches < 2:
+            raise OptionError(f"residual_batches is {self.residual_batches}; an estimate needs at least 2")
+
+    def solve(self, A: Damped, rhs: ParamVector, *, generator: torch.Generator) -> Solution:
+        """Solve ``A u = g`` for one right-hand side or a block; a block shares every batch.
+
+        Args:
+            A: the damped operator; its damping must be the plan's.
+            rhs: g.
+            generator: all randomness comes from here.
+        """
+        self._check(A)
+        check_right_hand_side(A, rhs)
+        plan, products, terms = self.plan, 0, 0
+        events: list[str] = []
+        seeds = torch.randint(2**62, (plan.chains,), generator=generator, device=generator.device).tolist()
+        finished: list[ParamVector] = []
+        while len(finished) < plan.chains:
+            chain = self.start(A, rhs, seeds[len(finished)])
+            diverged = self.advance(chain, A, rhs, plan)
+            products += chain.step
+            terms += chain.step * plan.batch_size
+            if diverged is None:
+                finished.append(chain.average)
+                continue
+            # All chains must estimate the same thing with the same settings: begin again with better ones.
+            plan = answer(diverged, A, plan, attempt=len(events), recover=self.recover)
+            events.append(f"{diverged.message} Starting again with {_settings(plan)}.")
+            warnings.warn(events[-1], WhenceWarning, stacklevel=2)
+            finished.clear()
+        value = _mean(finished)
+        batch = min(4 * plan.batch_size, A.num_terms)
+        residual, stderr = residual_norm(A, value, rhs, self.residual_batches, batch, generator)
+        return Solution(
+            value=value,
+            chains=tuple(finished),
+            residual=residual,
+            residual_stderr=stderr,
+            converged=residual - 2 * stderr <= self.tolerance,
+            num_products=products + self.residual_batches,
+            num_term_products=terms + self.residual_batches * batch,
+            events=tuple(events),
+        )
+
+    def start(self, A: Damped, rhs: ParamVector, seed: int) -> Chain:
+        """A chain at ``u⁰ = g/λ`` with a random stream of its own."""
+        iterate = rhs.clone().scale_(1 / A.damping)
+        average = iterate.zeros_like() if self.average == "tail" else iterate
+        return Chain(iterate, average, 0, torch.Generator().manual_seed(seed))
+
+    def advance(
+        self, chain: Chain, A: Damped, rhs: ParamVector, plan: Plan, until: int | None = None
+    ) -> Divergence | None:
+        """Run a chain to step ``until`` (by default to its end); says so if it diverges on the way."""
+        burn_in = plan.num_steps - max(1, round(self.tail * plan.num_steps))
+        radius = rhs.norm() / A.damping
+        while chain.step < (plan.num_steps if until is None else until):
+            A_t = A.sample(plan.batch_size, chain.generator)
+            # u ← u - η[(H̃_t + λ)u - g], added in place, parameter by parameter
+            A_t.add_matvec_(chain.iterate, chain.iterate, -plan.step_size)
+            chain.iterate.axpy_(plan.step_size, rhs)
+            chain.step += 1
+            if left_the_ball(chain.iterate, radius):
+                return Divergence(chain.iterate, chain.step, radius, A, plan)
+            if self.average == "tail" and chain.step > burn_in:
+                chain.average.lerp_(chain.iterate, 1 / (chain.step - burn_in))
+        return None
+
+    def _check(self, A: Damped) -> None:
+        if not isinstance(A, Damped):
+            raise OptionError(
+                f"LiSSA solves a damped system; wrap the operator: Damped(operator, {self.plan.damping})"
+            )
+        if abs(A.damping - self.plan.damping) > 1e-9 * self.plan.damping:
+            raise OptionError(
+                f"the system's damping is {A.damping}, the plan was made for {self.plan.damping}; "
+                "make both from one value"
+            )
+        if self.plan.batch_size > A.num_terms:
+            raise OptionError(
+                f"the plan asks for batches of {self.plan.batch_size} terms, the data hold {A.num_terms}. "
+                "Use more data, a smaller C, or a full-batch solver"
+            )
+
+
+def _mean(chains: list[ParamVector]) -> ParamVector:
+    total = chains[0].clone()
+    for count, chain in enumerate(chains[1:], start=2):
+        total.lerp_(chain, 1 / count)
+    return total
+
+
+def _settings(plan: Plan) -> str:
+    return f"η = {plan.step_size:.3g}, |B| = {plan.batch_size:,}, T = {plan.num_steps:,}"

@@ -1,0 +1,173 @@
+"""`estimate_spectrum`: what a plan needs to know of an operator, measured in one call."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from whence.errors import OptionError, SolverError, WhenceWarning
+from whence.operators import Damped, LinearOperator
+from whence.spectrum.estimate import Estimate
+from whence.spectrum.lanczos import lanczos
+from whence.spectrum.moments import (
+    frobenius_from_products,
+    sampling_constant,
+    trace_and_frobenius_from_gradients,
+    trace_from_quadratic_forms,
+)
+
+__all__ = ["Spectrum", "estimate_spectrum"]
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Measured statistics of a positive semi-definite operator H.
+
+    Attributes:
+        trace: ``Tr(H)``.
+        frobenius: ``‖H‖_F``.
+        lambda_max: largest eigenvalue.
+        sampling_constant: ``Ĉ`` of condition C.1, or None if not measured.
+        eigenvalues: the top of the spectrum, largest first, or None.
+        num_parameters: dimension of the space, or None if unknown.
+        seconds_per_term: seconds of a sampled product per term, or None if not measured.
+    """
+
+    trace: Estimate
+    frobenius: Estimate
+    lambda_max: Estimate
+    sampling_constant: Estimate | None = None
+    eigenvalues: Tensor | None = None
+    num_parameters: int | None = None
+    seconds_per_term: float | None = None
+
+    def inconsistencies(self, errors: float = 3.0) -> list[str]:
+        """Which of ``λmax ≤ ‖H‖_F ≤ √(λmax·Tr(H)) ≤ Tr(H)`` fail by more than so many standard errors.
+
+        All hold for every positive semi-definite matrix, so a failure means a wrong estimate.
+        """
+        bound = math.sqrt(max(self.lambda_max.value * self.trace.value, 0.0))
+        relative = 0.5 * math.hypot(_relative(self.lambda_max), _relative(self.trace))
+        geometric = Estimate(bound, bound * relative if math.isfinite(relative) else math.inf)
+        chain = [
+            ("λmax", self.lambda_max),
+            ("‖H‖_F", self.frobenius),
+            ("√(λmax·Tr)", geometric),
+            ("Tr", self.trace),
+        ]
+        found = []
+        for (small_name, small), (large_name, large) in pairwise(chain):
+            slack = errors * math.hypot(small.stderr, large.stderr) + 1e-6 * abs(small.value)
+            if small.value - large.value > slack:
+                found.append(f"{small_name} = {small} exceeds {large_name} = {large}")
+        return found
+
+    def __str__(self) -> str:
+        lines = [
+            f"Tr(H)    {self.trace}",
+            f"‖H‖_F    {self.frobenius}",
+            f"λmax     {self.lambda_max}",
+        ]
+        if self.sampling_constant is not None:
+            lines.append(f"Ĉ        {self.sampling_constant}   (condition C.1; the paper assumes 2)")
+        lines += [f"inconsistent: {problem}" for problem in self.inconsistencies()]
+        return "\n".join(lines)
+
+
+def estimate_spectrum(
+    operator: LinearOperator,
+    *,
+    generator: torch.Generator,
+    probes: int = 64,
+    probe_batch: int | None = None,
+    lanczos_terms: int = 4096,
+    max_products: int = 40,
+    measure_constant: bool = True,
+) -> Spectrum:
+    """Measure trace, Frobenius norm, λmax and Ĉ of an operator, each with its error.
+
+    λmax is found by Lanczos on all terms where there are at most ``lanczos_terms``, else on a subset of that
+    size. A subset's own top Ritz value is too large on average, and the quadratic form of its Ritz vector on
+    *other* data too small; the estimate is the middle, and its error covers both.
+
+    Args:
+        operator: the operator, undamped.
+        generator: all randomness comes from here.
+        probes: gradients with sampled labels (or quadratic forms, where labels cannot be sampled).
+        probe_batch: terms per probe; by default 1/probes of the data, between 16 and 256.
+        lanczos_terms: largest number of terms that Lanczos works on.
+        max_products: Lanczos' budget.
+        measure_constant: also measure Ĉ, for a quarter as many pairs of products as probes.
+    """
+    if isinstance(operator, Damped):
+        raise OptionError("estimate the spectrum of the operator itself; pass `damped.operator`")
+    terms = operator.num_terms
+    batch = probe_batch or min(max(16, terms // probes), 256, terms)
+    trace, frobenius = _moments(operator, probes, batch, generator)
+    if not trace.value > 0:
+        raise SolverError(
+            f"the trace of the operator is {trace.value:.3g}: the outputs do not depend on the selected "
+            "parameters, or the model is certain of every answer. There is no curvature to work with"
+        )
+    lambda_max, eigenvalues = _top(operator, min(lanczos_terms, terms), max_products, generator)
+    constant, seconds = None, None
+    if measure_constant and terms > 1:
+        started = time.perf_counter()
+        pairs = max(probes // 4, 2)
+        constant = sampling_constant(operator, trace, probes=pairs, batch_size=batch, generator=generator)
+        seconds = (time.perf_counter() - started) / (2 * pairs * batch)
+    spectrum = Spectrum(trace, frobenius, lambda_max, constant, eigenvalues, operator.zeros().numel, seconds)
+    for problem in spectrum.inconsistencies():
+        warnings.warn(
+            f"the spectrum's estimates contradict each other: {problem}. Use more probes",
+            WhenceWarning,
+            stacklevel=2,
+        )
+    return spectrum
+
+
+def _moments(
+    operator: LinearOperator, probes: int, batch: int, generator: torch.Generator
+) -> tuple[Estimate, Estimate]:
+    if operator.has_factors:
+        return trace_and_frobenius_from_gradients(
+            operator, probes=probes, batch_size=batch, generator=generator
+        )
+    trace = trace_from_quadratic_forms(operator, probes=probes, batch_size=batch, generator=generator)
+    pairs = max(probes // 4, 2)
+    return trace, frobenius_from_products(operator, probes=pairs, batch_size=batch, generator=generator)
+
+
+def _top(
+    operator: LinearOperator, terms: int, max_products: int, generator: torch.Generator
+) -> tuple[Estimate, Tensor]:
+    whole = terms >= operator.num_terms
+    found = lanczos(
+        operator if whole else operator.subset(terms, generator),
+        generator=generator,
+        max_products=max_products,
+        want_vector=not whole,
+    )
+    if whole:
+        return found.lambda_max, found.eigenvalues
+    assert found.top_vector is not None
+    rounds = 8
+    held_out = Estimate.from_samples(
+        [
+            float(operator.subset(max(terms // rounds, 1), generator).quadratic_form(found.top_vector))
+            for _ in range(rounds)
+        ]
+    )
+    middle = 0.5 * (found.lambda_max.value + held_out.value)
+    error = max(abs(found.lambda_max.value - held_out.value) / 2, held_out.stderr, found.lambda_max.stderr)
+    return Estimate(middle, error), found.eigenvalues
+
+
+def _relative(estimate: Estimate) -> float:
+    return estimate.stderr / abs(estimate.value) if estimate.value else math.inf

@@ -1,0 +1,126 @@
+"""The digits problem: real images, 5% of labels flipped, an MLP trained here, dense truth in float64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dense import widen
+from whence import Classification, GaussNewton, ParamVector
+
+TRAIN = 1400
+
+
+@dataclass(frozen=True)
+class Digits:
+    model: nn.Module
+    train: TensorDataset
+    gnh: GaussNewton
+    queries: ParamVector  # gradients of 20 test losses
+    hessian: Tensor  # dense, float64
+    flat_queries: Tensor  # [20, N] float64
+    flat_train: Tensor  # [1400, N] float64: per-example training gradients
+
+    @property
+    def lambda_max(self) -> float:
+        return float(torch.linalg.eigvalsh(self.hessian)[-1])
+
+    def exact_scores(self, damping: float) -> Tensor:
+        system = self.hessian + damping * torch.eye(len(self.hessian), dtype=torch.float64)
+        return self.flat_queries @ torch.linalg.solve(system, self.flat_train.T)
+
+    def train_block(self) -> ParamVector:
+        return unflatten(self.flat_train.float(), self.gnh)
+
+
+def unflatten(rows: Tensor, gnh: GaussNewton) -> ParamVector:
+    space = gnh.zeros()
+    pieces = rows.split([space[n].numel() for n in space], dim=1)
+    return ParamVector(
+        {n: p.reshape(len(rows), *space[n].shape) for n, p in zip(space, pieces, strict=True)},
+        columns=len(rows),
+    )
+
+
+def flatten(block: ParamVector) -> Tensor:
+    return torch.cat([t.flatten(1) for t in widen(block).values()], dim=1)
+
+
+def load(flip: float = 0.05) -> tuple[TensorDataset, TensorDataset]:
+    """Train (some labels flipped) and test set."""
+    bunch = load_digits()
+    x = torch.tensor(bunch.data, dtype=torch.float32) / 16
+    y = torch.tensor(bunch.target)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(x), generator=generator)
+    x, y = x[order], y[order]
+    wrong = torch.rand(TRAIN, generator=generator) < flip
+    y[:TRAIN][wrong] = (
+        y[:TRAIN][wrong] + torch.randint(1, 10, (int(wrong.sum()),), generator=generator)
+    ) % 10
+    return TensorDataset(x[:TRAIN], y[:TRAIN]), TensorDataset(x[TRAIN:], y[TRAIN:])
+
+
+def train_mlp(data: TensorDataset, epochs: int = 60) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=1e-4)
+    x, y = data.tensors
+    for _ in range(epochs):
+        for index in torch.randperm(len(x)).split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[index]), y[index]).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def exact_hessian(model: nn.Module, x: Tensor) -> Tensor:
+    """``(1/n) Σ J S Jᵀ`` through per-example Jacobians in float64."""
+    model = copy.deepcopy(model).double()
+    params = {n: p.detach() for n, p in model.named_parameters()}
+
+    def outputs(p: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(model, p, (row.unsqueeze(0),)).squeeze(0)
+
+    total = torch.zeros(1, dtype=torch.float64)
+    for rows in x.double().split(100):
+        jac = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0))(params, rows)
+        flat = torch.cat([j.flatten(2) for j in jac.values()], dim=2)  # [n, K, N]
+        p = torch.func.vmap(lambda r: outputs(params, r).softmax(-1))(rows)
+        root = p.sqrt().unsqueeze(2) * (flat - (p.unsqueeze(1) @ flat))  # S = R Rᵀ, R = (I - 1pᵀ)ᵀ√p
+        root = root.flatten(0, 1)
+        total = total + root.T @ root
+    return total / len(x)
+
+
+@functools.cache
+def problem() -> Digits:
+    train, test = load()
+    model = train_mlp(train)
+    gnh = GaussNewton(model, Classification(), train)
+    # interesting queries: the ones the model is least sure of, and some it is
+    with torch.no_grad():
+        losses = nn.functional.cross_entropy(model(test.tensors[0]), test.tensors[1], reduction="none")
+    order = losses.argsort(descending=True)
+    picks = torch.cat([order[:10], order[100:200:10]])
+    queries = gnh.gradients([test[int(i)] for i in picks])
+    wide = GaussNewton(
+        copy.deepcopy(model).double(),
+        Classification(),
+        TensorDataset(train.tensors[0].double(), train.tensors[1]),
+    )
+    gradients = flatten(wide.gradients(wide.terms.data))
+    return Digits(
+        model, train, gnh, queries, exact_hessian(model, train.tensors[0]), flatten(queries), gradients
+    )
+
+
+def correlation(a: Tensor, b: Tensor) -> Tensor:
+    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+    return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
