@@ -83,6 +83,7 @@ class Dense(LinearOperator):
     Args:
         matrix: ``[N, N]``.
         template: the space to act on, flattened in the template's order; by default one tensor ``"x"``.
+        num_terms: how many terms the matrix is the mean of.
 
     Example:
         >>> A = Dense(torch.diag(torch.tensor([1.0, 2.0])))
@@ -90,10 +91,13 @@ class Dense(LinearOperator):
         tensor([1., 2.])
     """
 
-    def __init__(self, matrix: Tensor, template: ParamVector | None = None) -> None:
+    def __init__(
+        self, matrix: Tensor, template: ParamVector | None = None, *, num_terms: int = 1
+    ) -> None:
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise OptionError(f"Dense needs a square matrix, got shape {tuple(matrix.shape)}")
         self.matrix = matrix
+        self._num_terms = num_terms
         self._template = template or ParamVector({"x": matrix.new_zeros(matrix.shape[0])})
         if self._template.numel != matrix.shape[0]:
             raise VectorError(
@@ -106,6 +110,10 @@ class Dense(LinearOperator):
     def matvec(self, vector: ParamVector) -> ParamVector:
         self._template.check_same_space(vector)
         return self.unflatten(self.flatten(vector) @ self.matrix.T)
+
+    @property
+    def num_terms(self) -> int:
+        return self._num_terms
 
     def flatten(self, vector: ParamVector) -> Tensor:
         """``[N]``, or ``[k, N]`` for a block: the order of the matrix's rows."""
@@ -160,7 +168,7 @@ class FiniteSum(LinearOperator):
     def sample(self, batch_size: int, generator: torch.Generator) -> Dense:
         self.check_batch_size(batch_size)
         picks = torch.randint(self.num_terms, (batch_size,), generator=generator)
-        return Dense(self.matrices[picks].mean(0), self._template)
+        return Dense(self.matrices[picks].mean(0), self._template, num_terms=batch_size)
 
     @property
     def has_factors(self) -> bool:

@@ -129,13 +129,16 @@ class Plan:
         return math.sqrt(self.step_size**2 * noise / contraction) * self.damping
 
     @property
+    def smallest_stable_batch(self) -> int:
+        """``C·Tr(H) / (1/η - λ)``: what the Corollary asks of the batch at this step size."""
+        room = 1 / self.step_size - self.damping
+        return max(1, _ceil(self.constant * self.spectrum.trace.value / room)) if room > 0 else 1
+
+    @property
     def stable(self) -> bool:
         """Whether step and batch satisfy the Corollary at the spectrum's central estimates."""
-        lambda_max = self.spectrum.lambda_max.value
-        step_fits = self.step_size * (lambda_max + self.damping) <= 1 + 1e-9
-        room = 1 / self.step_size - self.damping
-        batch_fits = self.constant * self.spectrum.trace.value / self.batch_size <= room * (1 + 1e-9)
-        return step_fits and batch_fits
+        step_fits = self.step_size * (self.spectrum.lambda_max.value + self.damping) <= 1 + 1e-9
+        return step_fits and self.batch_size >= self.smallest_stable_batch
 
     @property
     def num_products(self) -> int:

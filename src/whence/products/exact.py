@@ -79,13 +79,18 @@ def _dual_numbers(*, cut_tangent_graph: bool) -> Iterator[None]:
 
 @contextmanager
 def _forward_mode_friendly() -> Iterator[None]:
-    # Fused attention kernels have no forward-mode derivative; the reference implementation has.
+    # Fused attention kernels have no forward-mode derivative; the reference implementations have.
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     with sdpa_kernel(SDPBackend.MATH), register_module_forward_hook(_hold_padding), warnings.catch_warnings():
         # vmap over an operation without a batching rule loops over it: slower, not wrong.
         warnings.filterwarnings("ignore", message="There is a performance drop")
         # torch warns of a deprecation inside itself when it first loads its forward-mode rules.
         warnings.filterwarnings("ignore", message=r"`torch\.jit\.script", category=DeprecationWarning)
-        yield
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 def _detach_tangent(module: nn.Module, inputs: Any, output: Any) -> Any:

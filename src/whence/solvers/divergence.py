@@ -2,8 +2,9 @@
 
 The solution is never longer than ``‖g‖/λ``, and iterates that converge stay near that ball, so leaving it by a
 factor of `SLACK` means divergence, noticed within a few steps of the growth. The path leaves along some
-direction v. If ``η(vᵀHv + λ) > 1`` on a large fresh batch, the step is too long: λmax was underestimated. If not, the
-step suits H but not its small-batch versions: the batch is too small (the paper's condition).
+direction v. Full-batch steps diverge along v once ``η(vᵀHv + λ) > 2``, while a planned step has at most 1 there. So if it
+exceeds 1.5 on a large fresh batch, the step is too long: λmax was underestimated. If not, the step suits H but not
+its small-batch versions: the batch is too small (the paper's condition).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = ["Divergence", "answer", "left_the_ball"]
 
 SLACK = 3.0
 _ATTEMPTS = 6
+_STEP_LIMIT = 1.5
 
 
 def left_the_ball(iterate: ParamVector, radius: Tensor) -> bool:
@@ -58,7 +60,7 @@ class Divergence:
     def step_too_long(self) -> bool:
         """Whether the step exceeds what the curvature along the escape allows."""
         curvature = self.curvature
-        return not self.plan.step_size * (curvature + self.plan.damping) <= 1.0
+        return not self.plan.step_size * (curvature + self.plan.damping) <= _STEP_LIMIT
 
     @property
     def message(self) -> str:
@@ -85,6 +87,7 @@ def answer(divergence: Divergence, A: Damped, plan: Plan, *, attempt: int, recov
             else f"use batch_size ≥ {2 * plan.batch_size} (measure Ĉ with estimate_spectrum and plan with it)"
         )
         raise DivergenceError(f"{divergence.message} Try: {advice}, or a larger damping.")
-    if not too_long and 2 * plan.batch_size <= A.num_terms:
-        return plan.replace(batch_size=2 * plan.batch_size)
+    larger = max(2 * plan.batch_size, plan.smallest_stable_batch)
+    if not too_long and larger <= A.num_terms:
+        return plan.replace(batch_size=larger)
     return plan.replace(step_size=plan.step_size / 2, num_steps=2 * plan.num_steps)

@@ -26,6 +26,7 @@ __all__ = ["LanczosResult", "lanczos"]
 
 #: The basis is kept while it takes less than this.
 BASIS_BUDGET = 2 * 2**30
+_FEWEST_PRODUCTS = 8
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def lanczos(
     previous: ParamVector | None = None
     diagonal: list[float] = []
     off_diagonal: list[float] = []
+    tops: list[float] = []
     while True:
         following = operator.matvec(current)
         diagonal.append(float(current.dot(following)))
@@ -95,9 +97,10 @@ def lanczos(
         beta = float(following.norm())
         values, vectors = torch.linalg.eigh(_tridiagonal(diagonal, off_diagonal))
         error = _top_error(values, beta * vectors[-1].abs())
-        steps = len(diagonal)
-        done = steps >= 3 and error <= tolerance * abs(float(values[-1]))
-        if done or steps >= max_products or beta <= 1e-7 * max(abs(float(values[-1])), 1e-300):
+        steps, top_value = len(diagonal), float(values[-1])
+        tops.append(top_value)
+        done = _settled(tops, beta * float(vectors[-1, -1].abs()), error, tolerance)
+        if done or steps >= max_products or beta <= 1e-7 * max(abs(top_value), 1e-300):
             break
         off_diagonal.append(beta)
         previous, current = current, following.scale_(1 / beta)
@@ -111,8 +114,7 @@ def lanczos(
     elif want_vector:
         top = _second_pass(operator, replay, diagonal, off_diagonal, vectors[:, -1])
         products *= 2
-    top_value = Estimate(float(values[-1]), error)
-    return LanczosResult(top_value, values[genuine].flip(0), residuals, products, top)
+    return LanczosResult(Estimate(top_value, error), values[genuine].flip(0), residuals, products, top)
 
 
 def _tridiagonal(diagonal: list[float], off_diagonal: list[float]) -> Tensor:
@@ -128,6 +130,18 @@ def _top_error(values: Tensor, residuals: Tensor) -> float:
         return residual
     gap = float(values[-1] - values[-2])
     return min(residual, residual**2 / gap) if gap > 0 else residual
+
+
+def _settled(tops: list[float], residual: float, error: float, tolerance: float) -> bool:
+    """Whether the top Ritz value can be believed.
+
+    A small ``error`` alone cannot: with few products θ may sit on the second eigenvalue, the first not yet in
+    sight. So θ must also have stood still for a while, and its plain residual must be small.
+    """
+    if len(tops) < _FEWEST_PRODUCTS:
+        return False
+    risen = tops[-1] - tops[-4]
+    return error <= tolerance * tops[-1] and risen <= tolerance * tops[-1] and residual <= 0.05 * tops[-1]
 
 
 def _not_spurious(diagonal: list[float], off_diagonal: list[float], values: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from whence.vectors import ParamVector
 __all__ = ["SketchResult", "sketch"]
 
 Variant = Literal["dense", "concatenated"]
+_PRIME = 1_000_003
 
 
 @dataclass(frozen=True)
@@ -94,15 +95,17 @@ def _rows(
     space: ParamVector, blocks: list[str | None], dimension: int, seed: int, at_once: int
 ) -> Iterator[tuple[int, ParamVector]]:
     """Φ's rows in order, as blocks of vectors, each drawn again from the seed whenever it is needed."""
+    generator = torch.Generator()
     for number, block in enumerate(blocks):
-        generator = torch.Generator().manual_seed(seed + 1000003 * (number + 1))
         for start in range(0, dimension, at_once):
             count = min(at_once, dimension - start)
             rows = space.zeros(count)
-            for name in space if block is None else [block]:
-                noise = torch.randn(rows[name].shape, generator=generator, dtype=rows[name].dtype)
-                rows[name].copy_(noise.mul_(dimension**-0.5))
-            yield number * dimension + start, rows
+            for i in range(count):  # each row has a seed of its own, so grouping changes nothing
+                generator.manual_seed(seed + _PRIME * (1 + number * dimension + start + i))
+                for name in space if block is None else [block]:
+                    shape, dtype = space.shape_of(name), rows[name].dtype
+                    rows[name][i] = torch.randn(shape, generator=generator, dtype=dtype)
+            yield number * dimension + start, rows.scale_(dimension**-0.5)
 
 
 def _read(matrix: Tensor, dimension: int, blocks: int) -> SketchResult:

@@ -1,0 +1,209 @@
+"""LiSSA against its closed forms, and its answers to divergence."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from whence import Damped, Estimate, FiniteSum, Lissa, ParamVector, Plan, Spectrum
+from whence.errors import DivergenceError, WhenceWarning
+from whence.solvers.residual import residual_norm
+
+DAMPING = 0.2
+
+
+def finite_sum(count: int = 40, n: int = 6) -> FiniteSum:
+    x = torch.randn(count, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = x * torch.linspace(1.5, 0.2, n, dtype=torch.float64)
+    return FiniteSum(torch.einsum("ci,cj->cij", x, x))
+
+
+def exact_spectrum(H: Tensor) -> Spectrum:
+    return Spectrum(
+        trace=Estimate(float(H.trace())),
+        frobenius=Estimate(float(H.norm())),
+        lambda_max=Estimate(float(torch.linalg.eigvalsh(H)[-1])),
+    )
+
+
+def exact_plan(A: FiniteSum, damping: float = DAMPING, C: float = 2.0) -> Plan:
+    return Plan.from_spectrum(exact_spectrum(A.mean.matrix), damping, C=C)
+
+
+def right_hand_side(n: int = 6) -> ParamVector:
+    return ParamVector({"x": torch.linspace(1.0, -0.5, n, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("steps", [1, 3, 10, 60])
+@pytest.mark.parametrize("average", ["last", "tail"])
+def test_mean_after_n_steps_is_the_closed_form(steps: int, average: str) -> None:
+    """E u^t = u* + (I - ηA)^t (u⁰ - u*), and the tail's mean is the mean of these, within 4 standard errors."""
+    A, g = finite_sum(), right_hand_side()
+    plan = exact_plan(A).replace(num_steps=steps, chains=300)
+    solver = Lissa(plan, average=average)
+    solution = solver.solve(Damped(A, DAMPING), g, generator=torch.Generator().manual_seed(0))
+    system = A.mean.matrix + DAMPING * torch.eye(6, dtype=torch.float64)
+    start, star = g["x"] / DAMPING, torch.linalg.solve(system, g["x"])
+    step = torch.eye(6, dtype=torch.float64) - plan.step_size * system
+    path = [star + torch.linalg.matrix_power(step, t) @ (start - star) for t in range(1, steps + 1)]
+    kept = 1 if average == "last" else max(1, round(steps / 2))
+    expected = torch.stack(path[-kept:]).mean(0)
+    error = (solution.value["x"] - expected).abs()
+    assert bool((error <= 4 * solution.stderr["x"]).all())
+    assert float(solution.stderr["x"].max()) < 0.1 * float(star.norm())
+
+
+def test_the_plan_converges_and_averaging_beats_the_floor_of_the_last_iterate() -> None:
+    A, g = finite_sum(), right_hand_side()
+    star = torch.linalg.solve(A.mean.matrix + DAMPING * torch.eye(6, dtype=torch.float64), g["x"])
+
+    def error(steps: int, average: str) -> float:
+        plan = exact_plan(A).replace(num_steps=steps, chains=16)
+        generator = torch.Generator().manual_seed(2)
+        solution = Lissa(plan, average=average, tail=0.75).solve(Damped(A, DAMPING), g, generator=generator)
+        return math.sqrt(sum(float((c["x"] - star).square().sum()) for c in solution.chains) / 16)
+
+    last_short, last_long = error(60, "last"), error(960, "last")
+    tail_short, tail_long = error(60, "tail"), error(960, "tail")
+    assert last_long > 0.6 * last_short  # a floor: sixteen times the steps do not help
+    assert tail_long < 0.4 * tail_short  # no floor: about 1/4 expected
+    assert tail_long < 0.25 * last_long
+
+
+def counterexample(n: int = 8) -> FiniteSum:
+    """The paper's binary regression: x = (±√λ_1 … ±√λ_N), so E H̃² - H² = (1/|B|) Tr(H) H less H²/|B|."""
+    signs = torch.tensor(list(itertools.product([-1.0, 1.0], repeat=n)), dtype=torch.float64)
+    return FiniteSum(torch.einsum("ci,cj->cij", signs, signs))
+
+
+def test_counterexample_diverges_below_the_bound_and_converges_under_the_plan() -> None:
+    A, g = counterexample(), right_hand_side(8)
+    system = Damped(A, DAMPING)
+    assert exact_plan(A, C=1.0).batch_size == 8
+    solution = Lissa(exact_plan(A)).solve(system, g, generator=torch.Generator().manual_seed(0))
+    assert bool(solution.converged)
+    assert solution.events == ()
+    with pytest.raises(DivergenceError, match=r"batch \|B\| = 1 is too small") as caught:
+        Lissa(exact_plan(A).replace(batch_size=1), recover=False).solve(
+            system, g, generator=torch.Generator().manual_seed(0)
+        )
+    assert "batch_size ≥ 2" in str(caught.value)
+
+
+def test_divergence_is_noticed_within_a_few_steps() -> None:
+    A, g = counterexample(), right_hand_side(8)
+    plan = exact_plan(A).replace(batch_size=1, num_steps=10_000)
+    solver = Lissa(plan, recover=False)
+    chain = solver.start(Damped(A, DAMPING), g, seed=0)
+    assert solver.advance(chain, Damped(A, DAMPING), g, plan) is not None
+    assert chain.step <= 40
+
+
+def test_too_small_a_batch_is_answered_by_a_larger_one_aloud() -> None:
+    A, g = counterexample(), right_hand_side(8)
+    with pytest.warns(WhenceWarning, match="batch"):
+        solution = Lissa(exact_plan(A).replace(batch_size=1)).solve(
+            Damped(A, DAMPING), g, generator=torch.Generator().manual_seed(0)
+        )
+    assert bool(solution.converged)
+    assert solution.events
+    assert "|B| = " in solution.events[-1]
+
+
+def test_too_long_a_step_is_answered_by_a_shorter_one_and_the_cause_is_named() -> None:
+    A, g = finite_sum(), right_hand_side()
+    plan = exact_plan(A).replace(step_size=8 * exact_plan(A).step_size, batch_size=40)
+    with pytest.raises(DivergenceError, match="step η = .* is too long"):
+        Lissa(plan, recover=False).solve(Damped(A, DAMPING), g, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(WhenceWarning, match="too long"):
+        solution = Lissa(plan).solve(Damped(A, DAMPING), g, generator=torch.Generator().manual_seed(0))
+    assert bool(solution.converged)
+
+
+def test_recovery_gives_up_with_the_cause() -> None:
+    A, g = finite_sum(), right_hand_side()
+    plan = exact_plan(A).replace(step_size=1e6, num_steps=50, batch_size=40)
+    with (
+        pytest.warns(WhenceWarning),
+        pytest.raises(DivergenceError, match="too long"),
+    ):
+        Lissa(plan).solve(Damped(A, DAMPING), g, generator=torch.Generator().manual_seed(0))
+
+
+def test_several_right_hand_sides_share_every_batch() -> None:
+    A, g = finite_sum(), right_hand_side()
+    other = ParamVector({"x": torch.ones(6, dtype=torch.float64)})
+    block = ParamVector.stack([g, other])
+    solver, system = Lissa(exact_plan(A)), Damped(A, DAMPING)
+    together = solver.solve(system, block, generator=torch.Generator().manual_seed(4))
+    for k, single in enumerate((g, other)):
+        alone = solver.solve(system, single, generator=torch.Generator().manual_seed(4))
+        torch.testing.assert_close(together.value["x"][k], alone.value["x"], rtol=1e-10, atol=1e-12)
+    assert together.num_products == alone.num_products
+
+
+def test_the_same_seed_gives_the_same_solution_and_chains_can_be_resumed() -> None:
+    A, g = finite_sum(), right_hand_side()
+    plan, system = exact_plan(A), Damped(A, DAMPING)
+    solver = Lissa(plan)
+    runs = [solver.solve(system, g, generator=torch.Generator().manual_seed(9)).value["x"] for _ in range(2)]
+    assert torch.equal(*runs)
+    whole, pieces = solver.start(system, g, seed=3), solver.start(system, g, seed=3)
+    solver.advance(whole, system, g, plan)
+    for until in (5, 6, plan.num_steps):
+        solver.advance(pieces, system, g, plan, until)
+    assert torch.equal(whole.average["x"], pieces.average["x"])
+
+
+def test_intervals_cover_the_truth() -> None:
+    """Student-t 95% intervals of random functionals, over many independent solves."""
+    A, g = finite_sum(), right_hand_side()
+    star = torch.linalg.solve(A.mean.matrix + DAMPING * torch.eye(6, dtype=torch.float64), g["x"])
+    functionals = torch.randn(30, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    block = ParamVector({"x": functionals}, columns=30)
+    plan = exact_plan(A).refined(9)
+    hits = []
+    for seed in range(100):
+        solution = Lissa(plan).solve(Damped(A, DAMPING), g, generator=torch.Generator().manual_seed(seed))
+        value, stderr = solution.project(block)
+        assert solution.degrees_of_freedom == 3
+        hits.append(((value - functionals @ star).abs() <= 3.182 * stderr).double().mean())
+    assert 0.90 <= float(torch.stack(hits).mean()) <= 0.99
+
+
+def test_residual_is_unbiased() -> None:
+    """The square of the estimate averages to the true squared residual; a one-batch norm does not."""
+    A, g = finite_sum(), right_hand_side()
+    system = Damped(A, DAMPING)
+    u = ParamVector({"x": torch.linspace(0.2, 0.6, 6, dtype=torch.float64)})
+    true = system.matvec(u).axpy_(-1.0, g)
+    scale = float(g.dot(g))
+    generator = torch.Generator().manual_seed(0)
+    squares = []
+    for _ in range(3000):
+        norm, stderr = residual_norm(system, u, g, 4, 2, generator)
+        squares.append(float(norm) ** 2)
+    # clamped at zero, so use a point where the residual stands clear of the noise most of the time
+    estimate = Estimate.from_samples(squares)
+    assert float(stderr) > 0
+    one_batch = Estimate.from_samples(
+        [
+            float((r := system.sample(8, generator).matvec(u).axpy_(-1.0, g)).dot(r)) / scale
+            for _ in range(3000)
+        ]
+    )
+    exact = float(true.dot(true)) / scale
+    assert one_batch.value > exact + 10 * one_batch.stderr
+    assert abs(estimate.value - exact) < 0.5 * abs(one_batch.value - exact)
+
+
+def test_a_poor_solution_is_not_called_converged() -> None:
+    A, g = finite_sum(), right_hand_side()
+    plan = exact_plan(A, 0.01).replace(damping=0.01, num_steps=1, batch_size=40)
+    solution = Lissa(plan).solve(Damped(A, 0.01), g, generator=torch.Generator().manual_seed(0))
+    assert not bool(solution.converged)
+    assert float(solution.residual) > 0.5

@@ -1,0 +1,259 @@
+"""Gauss-Newton products against dense float64 matrices, for every architecture."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from dense import dense_gauss_newton, per_example_matrices, relative_error, widen
+from torch import nn
+from zoo import CASES, HUGGING_FACE, PLAIN, Case, sequences, vectors
+
+from whence import Classification, Dense, GaussNewton, LanguageModeling, ParamVector, Regression
+
+PRODUCTS = ["exact", "finite-difference"]
+# Their normalisation layers compute in float32 whatever the model's precision, and so does the reference.
+FLOAT32_INSIDE = {"llama", "mistral", "qwen2"}
+
+
+@functools.cache
+def operator(case: Case, dtype: torch.dtype, product: str) -> GaussNewton:
+    return GaussNewton(case.model(dtype), case.task, case.data(dtype), product=product)
+
+
+@functools.cache
+def reference(case: Case) -> Dense:
+    return dense_gauss_newton(operator(case, torch.float64, "exact"))
+
+
+@functools.cache
+def directions(case: Case) -> dict[str, ParamVector]:
+    gnh, dense = operator(case, torch.float64, "exact"), reference(case)
+    _, eigenvectors = torch.linalg.eigh(dense.matrix)
+    return {
+        "random": gnh.zeros().randn_like(torch.Generator().manual_seed(5)),
+        "gradient": gnh.gradients(case.data(torch.float64)[:1]).column(0),
+        "top eigenvector": dense.unflatten(eigenvectors[:, -1]),
+    }
+
+
+def narrow(vector: ParamVector) -> ParamVector:
+    return ParamVector({n: t.float() for n, t in vector.items()}, columns=vector.columns)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_float64_products_equal_the_dense_matrix(case: Case, product: str) -> None:
+    gnh = operator(case, torch.float64, product)
+    tolerance = {"exact": 1e-10, "finite-difference": 1e-6}[product]
+    if case.name in FLOAT32_INSIDE:
+        tolerance = {"exact": 1e-6, "finite-difference": 1e-3}[product]
+    for direction in directions(case).values():
+        assert relative_error(gnh.matvec(direction), reference(case).matvec(direction)) <= tolerance
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_float32_products_at_every_scale_and_direction(case: Case, product: str, scale: float) -> None:
+    gnh = operator(case, torch.float32, product)
+    for direction in directions(case).values():
+        vector = narrow(direction).scale_(scale)
+        expected = reference(case).matvec(widen(vector))
+        assert relative_error(gnh.matvec(vector), expected) <= 1e-3
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_block_products_and_quadratic_forms_agree_with_the_matrix(case: Case, product: str) -> None:
+    gnh, dense = operator(case, torch.float64, product), reference(case)
+    block = ParamVector.stack(list(directions(case).values()))
+    tolerance = 1e-3 if case.name in FLOAT32_INSIDE else 1e-6
+    assert relative_error(gnh.matvec(block), dense.matvec(block)) <= tolerance
+    expected = block.dot(dense.matvec(block))
+    torch.testing.assert_close(gnh.quadratic_form(block), expected, rtol=2 * tolerance, atol=0)
+
+
+@pytest.mark.parametrize("case", [*PLAIN, HUGGING_FACE[0]], ids=lambda case: case.name)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_micro_batches_do_not_change_the_product(case: Case, product: str) -> None:
+    model, data = case.model(torch.float64), case.data(torch.float64)
+    gnh = GaussNewton(model, case.task, data, product=product, micro_batch=1)
+    direction = directions(case)["random"]
+    assert relative_error(gnh.matvec(direction), reference(case).matvec(direction)) <= 1e-6
+
+
+def test_auto_is_exact_for_every_architecture_and_says_why() -> None:
+    for case in CASES:
+        gnh = GaussNewton(case.model(torch.float32), case.task, case.data(torch.float32))
+        assert gnh.product == "exact", (case.name, gnh.product_reason)
+        assert "forward-mode" in gnh.product_reason
+        assert "exact" in repr(gnh)
+
+
+def test_fused_attention_is_exact_too() -> None:
+    case = next(case for case in HUGGING_FACE if case.name == "llama")
+    model = case.model(torch.float64)
+    assert model.config._attn_implementation == "sdpa"
+    gnh = GaussNewton(model, case.task, case.data(torch.float64), product="exact")
+    direction = directions(case)["random"]
+    assert relative_error(gnh.matvec(direction), reference(case).matvec(direction)) <= 1e-6
+
+
+# --- parameters ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_parameter_filter_gives_the_diagonal_block(product: str) -> None:
+    case = HUGGING_FACE[0]
+    full = reference(case)
+    model = case.model(torch.float64)
+    gnh = GaussNewton(model, case.task, case.data(torch.float64), params=["transformer.h.*"], product=product)
+    inside = torch.cat(
+        [torch.full((p.numel(),), n.startswith("transformer.h.")) for n, p in model.named_parameters()]
+    )
+    block = Dense(full.matrix[inside][:, inside], gnh.zeros())
+    direction = gnh.zeros().randn_like(torch.Generator().manual_seed(0))
+    assert relative_error(gnh.matvec(direction), block.matvec(direction)) <= 1e-6
+
+
+def test_frozen_parameters_stay_out_and_tied_ones_appear_once() -> None:
+    case = next(case for case in PLAIN if case.name == "attention")
+    model = case.model(torch.float64)
+    model.norm.weight.requires_grad_(False)
+    names = set(GaussNewton(model, case.task, case.data(torch.float64)).network.parameters)
+    assert "norm.weight" not in names
+    assert "embed.weight" in names
+    assert "head.weight" not in names
+
+
+def test_an_unused_parameter_gets_a_zero_product() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 4), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    for product in PRODUCTS:
+        gnh = GaussNewton(Unused().eval(), Classification(), vectors(torch.float32), product=product)
+        result = gnh.matvec(gnh.zeros().randn_like(torch.Generator().manual_seed(0)))
+        assert float(result["unused.weight"].abs().max()) == 0.0
+        assert float(result["used.weight"].abs().max()) > 0.0
+
+
+# --- finite differences ----------------------------------------------------------------------------------------
+
+
+def test_one_sided_bias_is_quadratic_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sign alone errs by O(δ); the mean over the two signs by O(δ²)."""
+    from whence.products.finite_difference import FiniteDifferences
+
+    case = HUGGING_FACE[0]
+    gnh = operator(case, torch.float64, "finite-difference")
+    dense, vector = reference(case), directions(case)["random"]
+    everything = torch.arange(len(gnh.terms))
+    gnh.matvec(vector)  # calibrates
+    errors = []
+    for aim in (0.08, 0.04, 0.02):
+        monkeypatch.setattr(FiniteDifferences, "_aim", lambda self, outputs, aim=aim: aim)
+        monkeypatch.setattr("whence.products.finite_difference._ACCEPT", 1.001)
+        plus, minus = (gnh._matvec(vector, everything, sign) for sign in (1, -1))
+        mean = plus.clone().lerp_(minus, 0.5)
+        errors.append([relative_error(v, dense.matvec(vector)) for v in (plus, mean)])
+    for (one_coarse, mean_coarse), (one_fine, mean_fine) in zip(errors, errors[1:], strict=False):
+        assert 1.6 < one_coarse / one_fine < 2.5
+        assert 3.2 < mean_coarse / mean_fine < 5.0
+
+
+def test_sampled_products_use_both_signs() -> None:
+    gnh = operator(PLAIN[0], torch.float32, "finite-difference")
+    generator = torch.Generator().manual_seed(0)
+    signs = [gnh.sample(4, generator)._sign for _ in range(40)]
+    assert {-1, 1} == set(signs)
+    assert gnh.subset(4, generator)._sign is None
+
+
+def test_holding_the_kinks_is_what_makes_relu_accurate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, finite differences through ReLU in float32 are off by far more than with it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 4)).eval()
+    data = vectors(torch.float32)
+    exact = GaussNewton(model, Classification(), data)
+    vector = exact.zeros().randn_like(torch.Generator().manual_seed(1))
+    expected = exact.matvec(vector)
+    held = GaussNewton(model, Classification(), data, product="finite-difference").matvec(vector)
+    monkeypatch.setattr("whence.products.kinks._KINKED", {})
+    free = GaussNewton(model, Classification(), data, product="finite-difference").matvec(vector)
+    assert relative_error(held, expected) <= 1e-3
+    assert relative_error(free, expected) >= 5 * relative_error(held, expected)
+
+
+@pytest.mark.parametrize("case", [PLAIN[0], PLAIN[1], *HUGGING_FACE[:3]], ids=lambda case: case.name)
+def test_bfloat16_models_are_perturbed_in_float32(case: Case) -> None:
+    """Against the dense matrix of the same rounded weights, backward passes in bfloat16 allowed for."""
+    rounded = case.model(torch.bfloat16)
+    wide = case.model(torch.float64)
+    wide.load_state_dict({n: t.double() for n, t in rounded.state_dict().items()})
+    exact = GaussNewton(wide, case.task, case.data(torch.float64))
+    before = {n: t.clone() for n, t in rounded.state_dict().items()}
+    gnh = GaussNewton(rounded, case.task, case.data(torch.bfloat16), product="finite-difference")
+    vector = exact.zeros().randn_like(torch.Generator().manual_seed(2))
+    expected = exact.quadratic_form(vector)
+    assert gnh.zeros()[next(iter(gnh.zeros()))].dtype == torch.float32
+    # The quadratic form has no backward pass: its tangent is the float32 one.
+    assert abs(float(gnh.quadratic_form(narrow(vector)) / expected) - 1) <= 0.05
+    assert relative_error(gnh.matvec(narrow(vector)), exact.matvec(vector)) <= 0.1
+    assert all(torch.equal(before[n], t) for n, t in rounded.state_dict().items())
+
+
+# --- sampling --------------------------------------------------------------------------------------------------
+
+
+def test_sampling_is_unbiased_with_ragged_sequences() -> None:
+    """Mean of vᵀH̃v over many draws equals vᵀHv within 4 standard errors; the naive normalisation does not."""
+    case = HUGGING_FACE[0]
+    gnh, dense = operator(case, torch.float64, "exact"), reference(case)
+    matrices = per_example_matrices(gnh)
+    lengths = torch.tensor([case.task.count_terms(e) for e in gnh.terms.data])
+    assert len(lengths.unique()) > 1
+    vector = directions(case)["random"]
+    flat = dense.flatten(vector)
+    true = float(flat @ dense.matrix @ flat)
+    forms = torch.einsum("i,nij,j->n", flat, matrices, flat)
+    generator = torch.Generator().manual_seed(0)
+    ours = torch.tensor([float(gnh.sample(5, generator).quadratic_form(vector)) for _ in range(400)]).double()
+    assert abs(float(ours.mean()) - true) <= 4 * float(ours.std()) / 20
+    drawn = torch.randint(len(forms), (20000, 1), generator=generator)
+    naive = forms[drawn].sum(1) / lengths[drawn].sum(1)
+    assert abs(float(naive.mean()) - true) > 10 * float(naive.std()) / 20000**0.5
+    weighted = forms[drawn].sum(1) * gnh.terms.weight(1)
+    assert abs(float(weighted.mean()) - true) <= 4 * float(weighted.std()) / 20000**0.5
+
+
+def test_batch_size_counts_terms_not_examples() -> None:
+    gnh = operator(HUGGING_FACE[0], torch.float32, "exact")
+    data = sequences(torch.float32)
+    terms = sum(LanguageModeling().count_terms(row) for row in data)
+    assert gnh.num_terms == terms > len(data)
+    assert len(gnh.sample(terms, torch.Generator().manual_seed(0))._positions) == len(data)
+
+
+# --- other losses ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_regression_products(product: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double().eval()
+    data = [(x, 1000 * x[:2]) for x, _ in vectors(torch.float64)]
+    gnh = GaussNewton(model, Regression(variance=4.0), data, product=product)
+    inputs = torch.stack([x for x, _ in data])
+    params = dict(model.named_parameters())
+    jac = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (inputs,)))(params)
+    flat = torch.cat([j.reshape(len(inputs) * 2, -1) for j in jac.values()], 1).detach()
+    dense = Dense(flat.T @ flat / len(inputs) / 4.0, gnh.zeros())
+    vector = gnh.zeros().randn_like(torch.Generator().manual_seed(0))
+    assert relative_error(gnh.matvec(vector), dense.matvec(vector)) <= 1e-6
