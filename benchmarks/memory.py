@@ -11,6 +11,7 @@ some layers beside the copies: the weights that are perturbed, or the gradient t
 from __future__ import annotations
 
 import argparse
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -44,6 +45,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
+        self.peak_in = ""
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._known: dict[int, weakref.ref[Any]] = {}
 
@@ -63,7 +65,8 @@ class LiveBytes(TorchDispatchMode):
                 continue
             self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
             self.live += size
-            self.peak = max(self.peak, self.live)
+            if self.live > self.peak:
+                self.peak, self.peak_in = self.live, _solver_function()
 
     def _forget(self, key: int, size: int) -> None:
         del self._known[key]
@@ -88,8 +91,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        what = "steps of one chain" if self.chains == 1 else f"solve, {self.chains} chains"
-        return f"{self.product}, {what}, {self.average}, {_plural(self.passes, 'pass', 'passes')}"
+        what = "steps" if self.chains == 1 else f"solve with {self.chains} chains"
+        passes = "" if self.passes == 1 else f", {self.passes} passes a batch"
+        return f"{self.product} {what}, {self.average}{passes}"
 
     @property
     def claim(self) -> int:
@@ -126,12 +130,12 @@ def network(layers: int, width: int) -> nn.Sequential:
     return nn.Sequential(*parts[:-1]).eval()
 
 
-def peak_bytes(model: nn.Module, run: Callable[[], object], before: Iterable[Tensor] = ()) -> int:
-    """The most bytes alive at once while ``run`` runs, the model's left out and ``before``'s included."""
-    with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as bytes_:
-        bytes_.count(before)
+def watch(model: nn.Module, run: Callable[[], object], before: Iterable[Tensor] = ()) -> LiveBytes:
+    """Count bytes while ``run`` runs, the model's left out and ``before``'s included."""
+    with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as watched:
+        watched.count(before)
         run()
-    return bytes_.peak
+    return watched
 
 
 def measure(case: Case, layers: int, width: int, steps: int) -> dict[str, Any]:
@@ -160,12 +164,13 @@ def measure(case: Case, layers: int, width: int, steps: int) -> dict[str, Any]:
     def solve() -> None:
         solver.solve(system, rhs, generator=generator)
 
-    copy = rhs.nbytes
-    peak = peak_bytes(model, advance if case.chains == 1 else solve, before=rhs.values()) / copy
+    watched = watch(model, advance if case.chains == 1 else solve, before=rhs.values())
+    peak = watched.peak / rhs.nbytes
     return {
         **asdict(case),
         "claimed_copies": case.claim,
         "peak_copies": peak,
+        "peak_in": watched.peak_in,
         "activations": activation_copies(model, inputs[:micro_batch], rhs),
         "one_layer": 1 / layers,
         "within_claim": peak <= case.claim + ALLOWANCE / layers,
@@ -176,11 +181,15 @@ def measure(case: Case, layers: int, width: int, steps: int) -> dict[str, Any]:
 def activation_copies(model: nn.Module, inputs: Tensor, copy: ParamVector) -> float:
     """What a forward pass over one micro-batch keeps for its backward, in copies: to see that it is little."""
     kept: list[Tensor] = []
-    return peak_bytes(model, lambda: kept.append(model(inputs)), before=[inputs.clone()]) / copy.nbytes
+    return watch(model, lambda: kept.append(model(inputs)), before=[inputs.clone()]).peak / copy.nbytes
 
 
-def _plural(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
+def _solver_function() -> str:
+    """The innermost function of whence's solvers that is running."""
+    frame = sys._getframe()
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("whence.solvers"):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_name
 
 
 def main() -> None:
@@ -195,15 +204,16 @@ def main() -> None:
             case.claim,
             f"{result['peak_copies']:.2f}",
             "PASS" if result["within_claim"] else "MISS",
+            result["peak_in"],
             result["planned_copies"],
             f"{result['activations']:.3f}",
         )
         for case, result in zip(CASES, results, strict=True)
     ]
     report(
-        f"Copies of the parameters beside the model: {layers} layers of {width}×{width}; one layer is "
-        f"{1 / layers:.3f} of a copy, and {ALLOWANCE} of them are allowed",
-        ("", "claimed", "measured", "", "Plan.memory_copies", "activations"),
+        f"Copies of the parameters beside the model: {layers} layers of {width}×{width}, each {1 / layers:.3f} of a "
+        f"copy; {ALLOWANCE} layers are allowed on top of the claim",
+        ("", "claimed", "measured", "", "peak in", "Plan.memory_copies", "activations"),
         rows,
     )
     settings = {"layers": layers, "width": width, "steps": steps, "allowed_layers": ALLOWANCE}

@@ -15,6 +15,7 @@ import platform
 import random
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,13 +149,12 @@ def report(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]])
     """Print a table; PASS and MISS in colour."""
     table = Table(title=title, title_justify="left")
     for position, column in enumerate(columns):
-        table.add_column(column, justify="left" if position == 0 else "right", no_wrap=True)
+        table.add_column(column, justify="left" if position == 0 else "right")
     colours = {"PASS": "[green]PASS[/]", "MISS": "[red]MISS[/]"}
     for row in rows:
         cells = [str(cell).replace("[", r"\[") for cell in row]
         table.add_row(*(colours.get(cell, cell) for cell in cells))
-    console = Console()
-    console.width = max(console.width, 110)  # a pipe's 80 columns would cut the numbers
+    console = Console(width=None if sys.stdout.isatty() else 140)  # a pipe would get 80 columns
     console.print(table)
 
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from digits import Digits, correlation, load, problem
 from scipy.stats import t as student
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from whence import Classification, Damped, GaussNewton, Lissa, Plan, Spectrum, estimate_spectrum, lanczos, sketch
+from digits import Digits, correlation, load, problem
+from whence import (
+    Classification,
+    Damped,
+    GaussNewton,
+    Lissa,
+    Plan,
+    Spectrum,
+    estimate_spectrum,
+    lanczos,
+    sketch,
+)
 from whence.errors import DivergenceError
 
 
@@ -148,8 +158,9 @@ def convnet() -> GaussNewton:
 
 
 def test_lanczos_on_a_trained_convnet(convnet: GaussNewton) -> None:
-    from digits import exact_hessian
     from scipy.sparse.linalg import eigsh
+
+    from digits import exact_hessian
 
     H = exact_hessian(convnet.network.model, convnet.terms.data.tensors[0])
     true = float(eigsh(H.numpy(), k=1, return_eigenvectors=False)[0])

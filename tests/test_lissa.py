@@ -117,7 +117,7 @@ def test_too_small_a_batch_is_answered_by_a_larger_one_aloud() -> None:
 def test_too_long_a_step_is_answered_by_a_shorter_one_and_the_cause_is_named() -> None:
     A, g = finite_sum(), right_hand_side()
     plan = exact_plan(A).replace(step_size=8 * exact_plan(A).step_size, batch_size=40)
-    with pytest.raises(DivergenceError, match="step η = .* is too long"):
+    with pytest.raises(DivergenceError, match=r"step η = .* is too long"):
         Lissa(plan, recover=False).solve(Damped(A, DAMPING), g, generator=torch.Generator().manual_seed(0))
     with pytest.warns(WhenceWarning, match="too long"):
         solution = Lissa(plan).solve(Damped(A, DAMPING), g, generator=torch.Generator().manual_seed(0))
@@ -155,7 +155,7 @@ def test_the_same_seed_gives_the_same_solution_and_chains_can_be_resumed() -> No
     whole, pieces = solver.start(system, g, seed=3), solver.start(system, g, seed=3)
     solver.advance(whole, system, g, plan)
     for until in (5, 6, plan.num_steps):
-        solver.advance(pieces, system, g, plan, until)
+        solver.advance(pieces, system, g, plan, until=until)
     assert torch.equal(whole.average["x"], pieces.average["x"])
 
 

@@ -112,7 +112,7 @@ def sampled(product: Product, micro_batch: int | None) -> LinearOperator:
 def _network_subjects() -> list[Subject]:
     found = []
     for product, tolerance, drawn in (("exact", EXACT, EXACT), ("finite-difference", CENTRAL, ONE_SIDED)):
-        for micro_batch in (None, 3):
+        for micro_batch in (None, 6):
             pieces = f"{product}, {'one pass' if micro_batch is None else 'micro-batches'}"
             whole = functools.partial(network, product, micro_batch)
             draw = functools.partial(sampled, product, micro_batch)
@@ -124,19 +124,15 @@ def _network_subjects() -> list[Subject]:
                     lambda whole=whole: whole().subset(8, generator(2)),
                     tolerance,
                 ),
-                Subject(
-                    f"Damped GaussNewton ({pieces})",
-                    lambda whole=whole: Damped(whole(), DAMPING),
-                    tolerance,
-                ),
             ]
-        found.append(
+        found += [
             Subject(
-                f"Damped GaussNewton.sample ({product})",
-                lambda draw=draw: Damped(draw(), DAMPING),
-                drawn,
-            )
-        )
+                f"Damped GaussNewton ({product})", lambda whole=whole: Damped(whole(), DAMPING), tolerance
+            ),
+            Subject(
+                f"Damped GaussNewton.sample ({product})", lambda draw=draw: Damped(draw(), DAMPING), drawn
+            ),
+        ]
     return found
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 
 import pytest
 import torch
-from dense import dense_gauss_newton, per_example_matrices, relative_error, widen
 from torch import nn
-from zoo import CASES, HUGGING_FACE, PLAIN, Case, sequences, vectors
 
+from dense import dense_gauss_newton, per_example_matrices, relative_error, widen
 from whence import Classification, Dense, GaussNewton, LanguageModeling, ParamVector, Regression
+from zoo import CASES, HUGGING_FACE, PLAIN, Case, sequences, vectors
 
 PRODUCTS = ["exact", "finite-difference"]
 # Their normalisation layers compute in float32 whatever the model's precision, and so does the reference.
@@ -163,7 +164,7 @@ def test_one_sided_bias_is_quadratic_in_the_step(monkeypatch: pytest.MonkeyPatch
         plus, minus = (gnh._matvec(vector, everything, sign) for sign in (1, -1))
         mean = plus.clone().lerp_(minus, 0.5)
         errors.append([relative_error(v, dense.matvec(vector)) for v in (plus, mean)])
-    for (one_coarse, mean_coarse), (one_fine, mean_fine) in zip(errors, errors[1:], strict=False):
+    for (one_coarse, mean_coarse), (one_fine, mean_fine) in pairwise(errors):
         assert 1.6 < one_coarse / one_fine < 2.5
         assert 3.2 < mean_coarse / mean_fine < 5.0
 
@@ -179,7 +180,9 @@ def test_sampled_products_use_both_signs() -> None:
 def test_holding_the_kinks_is_what_makes_relu_accurate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, finite differences through ReLU in float32 are off by far more than with it."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 4)).eval()
+    model = nn.Sequential(
+        nn.Linear(6, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 4)
+    ).eval()
     data = vectors(torch.float32)
     exact = GaussNewton(model, Classification(), data)
     vector = exact.zeros().randn_like(torch.Generator().manual_seed(1))

@@ -6,11 +6,21 @@ import math
 
 import pytest
 import torch
-from dense import relative_error
 from torch import Tensor, nn
 
-from whence import ConvexLoss, Dense, Estimate, FiniteSum, GaussNewton, ParamVector, Spectrum
-from whence import estimate_spectrum, lanczos, sketch
+from dense import relative_error
+from whence import (
+    ConvexLoss,
+    Dense,
+    Estimate,
+    FiniteSum,
+    GaussNewton,
+    ParamVector,
+    Spectrum,
+    estimate_spectrum,
+    lanczos,
+    sketch,
+)
 from whence.errors import OptionError, SolverError, WhenceWarning
 from whence.spectrum import (
     frobenius_from_products,
@@ -207,7 +217,9 @@ def test_sketch_depends_on_its_seed_alone() -> None:
 
 def test_inequalities_that_fail_are_named() -> None:
     """The paper's Table 2, ResNet-18: ‖H‖_F = 2.55e4 where √(λmax·Tr) is at most 2.0e3."""
-    spectrum = Spectrum(trace=Estimate(1.32e-3 * 11.7e6), frobenius=Estimate(2.55e4), lambda_max=Estimate(270))
+    spectrum = Spectrum(
+        trace=Estimate(1.32e-3 * 11.7e6), frobenius=Estimate(2.55e4), lambda_max=Estimate(270)
+    )
     (problem,) = spectrum.inconsistencies()
     assert "‖H‖_F" in problem
     assert "√(λmax·Tr)" in problem

@@ -9,6 +9,7 @@ The steps of an attribution, each usable alone::
 """
 
 from whence import errors
+from whence.allocator import keep_freed_memory
 from whence.gauss_newton import GaussNewton
 from whence.operators import Damped, Dense, FiniteSum, LinearOperator
 from whence.plan import Plan
@@ -37,6 +38,7 @@ __all__ = [
     "Task",
     "errors",
     "estimate_spectrum",
+    "keep_freed_memory",
     "lanczos",
     "sketch",
 ]

@@ -91,9 +91,7 @@ class Dense(LinearOperator):
         tensor([1., 2.])
     """
 
-    def __init__(
-        self, matrix: Tensor, template: ParamVector | None = None, *, num_terms: int = 1
-    ) -> None:
+    def __init__(self, matrix: Tensor, template: ParamVector | None = None, *, num_terms: int = 1) -> None:
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise OptionError(f"Dense needs a square matrix, got shape {tuple(matrix.shape)}")
         self.matrix = matrix

@@ -2,9 +2,9 @@
 
 The solution is never longer than ``‖g‖/λ``, and iterates that converge stay near that ball, so leaving it by a
 factor of `SLACK` means divergence, noticed within a few steps of the growth. The path leaves along some
-direction v. Full-batch steps diverge along v once ``η(vᵀHv + λ) > 2``, while a planned step has at most 1 there. So if it
-exceeds 1.5 on a large fresh batch, the step is too long: λmax was underestimated. If not, the step suits H but not
-its small-batch versions: the batch is too small (the paper's condition).
+direction v. Full-batch steps diverge along v once ``η(vᵀHv + λ) > 2``; a planned step has at most 1 there. So if it
+exceeds 1.5 on a large fresh batch, the step is too long: λmax was underestimated. If not, the step suits H but
+not its small-batch versions: the batch is too small (the paper's condition).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ iterate, one average per chain; and one gradient, when a batch does not fit in a
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,7 @@ import torch
 from whence.errors import OptionError, WhenceWarning
 from whence.operators import Damped
 from whence.plan import Plan
+from whence.progress import ticker
 from whence.solvers.base import Solution, Solver, check_right_hand_side
 from whence.solvers.divergence import Divergence, answer, left_the_ball
 from whence.solvers.residual import residual_norm
@@ -97,7 +99,8 @@ class Lissa(Solver):
         finished: list[ParamVector] = []
         while len(finished) < plan.chains:
             chain = self.start(A, rhs, seeds[len(finished)])
-            diverged = self.advance(chain, A, rhs, plan)
+            with ticker(f"chain {len(finished) + 1} of {plan.chains}", plan.num_steps) as tick:
+                diverged = self.advance(chain, A, rhs, plan, on_step=tick)
             products += chain.step
             terms += chain.step * plan.batch_size
             if diverged is None:
@@ -129,7 +132,14 @@ class Lissa(Solver):
         return Chain(iterate, average, 0, torch.Generator().manual_seed(seed))
 
     def advance(
-        self, chain: Chain, A: Damped, rhs: ParamVector, plan: Plan, until: int | None = None
+        self,
+        chain: Chain,
+        A: Damped,
+        rhs: ParamVector,
+        plan: Plan,
+        *,
+        until: int | None = None,
+        on_step: Callable[[], None] | None = None,
     ) -> Divergence | None:
         """Run a chain to step ``until`` (by default to its end); says so if it diverges on the way."""
         burn_in = plan.num_steps - max(1, round(self.tail * plan.num_steps))
@@ -140,6 +150,8 @@ class Lissa(Solver):
             A_t.add_matvec_(chain.iterate, chain.iterate, -plan.step_size)
             chain.iterate.axpy_(plan.step_size, rhs)
             chain.step += 1
+            if on_step is not None:
+                on_step()
             if left_the_ball(chain.iterate, radius):
                 return Divergence(chain.iterate, chain.step, radius, A, plan)
             if self.average == "tail" and chain.step > burn_in:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from whence.errors import OptionError
 from whence.operators import LinearOperator
+from whence.progress import ticker
 from whence.spectrum.estimate import Estimate
 from whence.vectors import ParamVector
 
@@ -83,27 +84,29 @@ def lanczos(
     diagonal: list[float] = []
     off_diagonal: list[float] = []
     tops: list[float] = []
-    while True:
-        following = operator.matvec(current)
-        diagonal.append(float(current.dot(following)))
-        following.axpy_(-diagonal[-1], current)
-        if previous is not None:
-            following.axpy_(-off_diagonal[-1], previous)
-        if keep_basis:
-            basis.append(current)
-            for _ in range(2):  # twice is enough
-                for kept in basis:
-                    following.axpy_(-float(kept.dot(following)), kept)
-        beta = float(following.norm())
-        values, vectors = torch.linalg.eigh(_tridiagonal(diagonal, off_diagonal))
-        error = _top_error(values, beta * vectors[-1].abs())
-        steps, top_value = len(diagonal), float(values[-1])
-        tops.append(top_value)
-        done = _settled(tops, beta * float(vectors[-1, -1].abs()), error, tolerance)
-        if done or steps >= max_products or beta <= 1e-7 * max(abs(top_value), 1e-300):
-            break
-        off_diagonal.append(beta)
-        previous, current = current, following.scale_(1 / beta)
+    with ticker("largest eigenvalue", max_products) as tick:
+        while True:
+            following = operator.matvec(current)
+            tick()
+            diagonal.append(float(current.dot(following)))
+            following.axpy_(-diagonal[-1], current)
+            if previous is not None:
+                following.axpy_(-off_diagonal[-1], previous)
+            if keep_basis:
+                basis.append(current)
+                for _ in range(2):  # twice is enough
+                    for kept in basis:
+                        following.axpy_(-float(kept.dot(following)), kept)
+            beta = float(following.norm())
+            values, vectors = torch.linalg.eigh(_tridiagonal(diagonal, off_diagonal))
+            error = _top_error(values, beta * vectors[-1].abs())
+            steps, top_value = len(diagonal), float(values[-1])
+            tops.append(top_value)
+            done = _settled(tops, beta * float(vectors[-1, -1].abs()), error, tolerance)
+            if done or steps >= max_products or beta <= 1e-7 * max(abs(top_value), 1e-300):
+                break
+            off_diagonal.append(beta)
+            previous, current = current, following.scale_(1 / beta)
     genuine = torch.ones_like(values, dtype=torch.bool)
     if not keep_basis:
         genuine = _not_spurious(diagonal, off_diagonal, values)

@@ -16,6 +16,7 @@ import torch
 
 from whence.errors import OptionError
 from whence.operators import LinearOperator
+from whence.progress import track
 from whence.spectrum.estimate import Estimate
 
 __all__ = [
@@ -35,7 +36,7 @@ def trace_from_quadratic_forms(
     """
     _check_probes(probes)
     values = []
-    for _ in range(probes):
+    for _ in track(range(probes), "trace"):
         vector = operator.zeros().rademacher_like(generator)
         values.append(float(_drawn(operator, batch_size, generator).quadratic_form(vector)))
     return Estimate.from_samples(values)
@@ -47,7 +48,7 @@ def frobenius_from_products(
     """``‖H‖_F`` from the mean of ``⟨H̃ v, Ĥ v⟩`` over independent pairs of batches."""
     _check_probes(probes)
     values = []
-    for _ in range(probes):
+    for _ in track(range(probes), "Frobenius norm"):
         vector = operator.zeros().randn_like(generator)
         first = operator.sample(batch_size, generator).matvec(vector)
         values.append(float(first.dot(operator.sample(batch_size, generator).matvec(vector))))
@@ -60,7 +61,7 @@ def trace_and_frobenius_from_gradients(
     """``Tr(H)`` and ``‖H‖_F`` from ``probes`` gradients with sampled labels, used in pairs."""
     _check_probes(probes)
     squares, products = [], []
-    for _ in range(probes // 2):
+    for _ in track(range(probes // 2), "trace and Frobenius norm"):
         first = operator.sample_factor(batch_size, generator)
         second = operator.sample_factor(batch_size, generator)
         squares += [float(first.dot(first)), float(second.dot(second))]
@@ -82,7 +83,7 @@ def sampling_constant(
     """
     _check_probes(probes)
     values = []
-    for _ in range(probes):
+    for _ in track(range(probes), "sampling constant"):
         vector = operator.zeros().randn_like(generator)
         sampled = operator.sample(batch_size, generator)
         difference = sampled.matvec(vector)

@@ -1,0 +1,116 @@
+"""Which training images made the model misread this digit? The core of whence, step by step, in a minute.
+
+Trains a small network on scikit-learn's digits with one label in twenty flipped, picks test images that it
+misreads, and follows whence's steps: operator, spectrum, plan, solution, scores with error bars.
+"""
+
+from __future__ import annotations
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import whence
+
+QUERIES = 3
+console = Console()
+
+
+def load_data() -> tuple[TensorDataset, TensorDataset, Tensor]:
+    """1,400 training images, 397 test images, and which training labels were flipped."""
+    bunch = load_digits()
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(bunch.data), generator=generator)
+    x = torch.tensor(bunch.data, dtype=torch.float32)[order] / 16
+    y = torch.tensor(bunch.target)[order]
+    flipped = torch.rand(1400, generator=generator) < 0.05
+    wrong = torch.randint(1, 10, (int(flipped.sum()),), generator=generator)
+    y[:1400][flipped] = (y[:1400][flipped] + wrong) % 10
+    return TensorDataset(x[:1400], y[:1400]), TensorDataset(x[1400:], y[1400:]), flipped
+
+
+def train(data: TensorDataset) -> nn.Module:
+    """An ordinary training loop."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-4)
+    x, y = data.tensors
+    for _ in range(40):
+        for index in torch.randperm(len(x)).split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[index]), y[index]).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def main() -> None:
+    """Train, ask, answer."""
+    train_set, test_set, flipped = load_data()
+    console.rule("A model to ask about")
+    model = train(train_set)
+    x, y = test_set.tensors
+    guesses = model(x).argmax(1)
+    misread = (guesses != y).nonzero().flatten()[:QUERIES]
+    console.print(f"{float((guesses == y).float().mean()):.1%} of {len(y)} test images read correctly")
+
+    console.rule("Spectrum of the Gauss-Newton Hessian")
+    generator = torch.Generator().manual_seed(0)
+    gnh = whence.GaussNewton(model, whence.Classification(), train_set)
+    console.print(gnh)
+    spectrum = whence.estimate_spectrum(gnh, generator=generator)
+    console.print(str(spectrum))
+
+    console.rule("Plan")
+    damping = spectrum.lambda_max.value / 100
+    measured = spectrum.sampling_constant
+    constant = max(2.0, measured.value) if measured is not None else 2.0
+    plan = whence.Plan.from_spectrum(spectrum, damping, C=constant).refined(4)
+    console.print(str(plan))
+
+    console.rule("Solution")
+    queries = [test_set[int(i)] for i in misread]
+    solution = whence.Lissa(plan).solve(
+        whence.Damped(gnh, damping), gnh.gradients(queries), generator=generator
+    )
+    for k, (residual, error) in enumerate(zip(solution.residual, solution.residual_stderr, strict=True)):
+        console.print(
+            f"query {k}: residual {float(residual):.2f} ± {float(error):.2f}, converged: {bool(solution.converged[k])}"
+        )
+
+    console.rule("What made the model misread these?")
+    scores, stderr = solution.project(gnh.gradients(train_set))
+    for k, image in enumerate(misread.tolist()):
+        show(k, image, int(y[image]), int(guesses[image]), scores[k], stderr[k], train_set, flipped)
+
+
+def show(
+    k: int,
+    image: int,
+    label: int,
+    guess: int,
+    scores: Tensor,
+    stderr: Tensor,
+    data: TensorDataset,
+    flipped: Tensor,
+) -> None:
+    """The most harmful training images for one query: those whose removal would lower its loss most."""
+    table = Table(title=f"test image {image}: a {label}, read as {guess}. Most harmful training images:")
+    for column in ("training image", "label", "score", "standard error", "removal effect (nats)", ""):
+        table.add_column(column, justify="right")
+    for index in scores.argsort()[:5].tolist():
+        table.add_row(
+            str(index),
+            str(int(data.tensors[1][index])),
+            f"{float(scores[index]):.1f}",
+            f"± {float(stderr[index]):.1f}",
+            f"{float(scores[index]) / len(data):+.4f}",
+            "label was flipped" if flipped[index] else "",
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

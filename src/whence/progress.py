@@ -1,0 +1,41 @@
+"""Progress bars for long loops: shown on a terminal, silent everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+__all__ = ["ticker", "track"]
+
+T = TypeVar("T")
+
+
+@contextmanager
+def ticker(description: str, total: int) -> Iterator[Callable[[], None]]:
+    """A function to call after every step; the bar shows steps done and the time left.
+
+    Example:
+        >>> with ticker("solving", total=3) as tick:
+        ...     for _ in range(3):
+        ...         tick()
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda: bar.advance(task)
+
+
+def track(items: Sequence[T], description: str) -> Iterator[T]:
+    """Iterate with a bar."""
+    with ticker(description, len(items)) as tick:
+        for item in items:
+            yield item
+            tick()
