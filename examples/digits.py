@@ -76,9 +76,8 @@ def main() -> None:
         whence.Damped(gnh, damping), gnh.gradients(queries), generator=generator
     )
     for k, (residual, error) in enumerate(zip(solution.residual, solution.residual_stderr, strict=True)):
-        console.print(
-            f"query {k}: residual {float(residual):.2f} ± {float(error):.2f}, converged: {bool(solution.converged[k])}"
-        )
+        verdict = "converged" if solution.converged[k] else "not converged"
+        console.print(f"query {k}: residual {float(residual):.2f} ± {float(error):.2f} of ‖g‖, {verdict}")
 
     console.rule("What made the model misread these?")
     scores, stderr = solution.project(gnh.gradients(train_set))
@@ -98,7 +97,7 @@ def show(
 ) -> None:
     """The most harmful training images for one query: those whose removal would lower its loss most."""
     table = Table(title=f"test image {image}: a {label}, read as {guess}. Most harmful training images:")
-    for column in ("training image", "label", "score", "standard error", "removal effect (nats)", ""):
+    for column in ("image", "label", "score", "stderr", "effect of removal", ""):
         table.add_column(column, justify="right")
     for index in scores.argsort()[:5].tolist():
         table.add_row(
@@ -106,8 +105,8 @@ def show(
             str(int(data.tensors[1][index])),
             f"{float(scores[index]):.1f}",
             f"± {float(stderr[index]):.1f}",
-            f"{float(scores[index]) / len(data):+.4f}",
-            "label was flipped" if flipped[index] else "",
+            f"{float(scores[index]) / len(data):+.3f} nats",
+            "flipped label" if flipped[index] else "",
         )
     console.print(table)
 
