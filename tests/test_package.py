@@ -1,0 +1,61 @@
+"""The package as a newcomer meets it: public names, README, resources."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+
+import whence
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_all_lists_exactly_the_public_names() -> None:
+    import types
+
+    submodules = {
+        name
+        for name, value in vars(whence).items()
+        if isinstance(value, types.ModuleType) and name != "errors"
+    }
+    public = {name for name in vars(whence) if not name.startswith("_")} - submodules
+    assert public == set(whence.__all__)
+
+
+def test_types_are_shipped() -> None:
+    assert files("whence").joinpath("py.typed").is_file()
+
+
+def test_the_readme_example_runs_as_printed() -> None:
+    from digits import load, train_mlp
+
+    train_set, test_set = load()
+    subset = torch.utils.data.TensorDataset(*(t[:200] for t in train_set.tensors))
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    scope = {
+        "model": train_mlp(train_set, epochs=5),
+        "train_set": subset,
+        "queries": [test_set[0], test_set[1]],
+    }
+    exec(code, scope)
+    assert scope["scores"].shape == (2, 200)
+    assert bool((scope["stderr"] > 0).all())
+
+
+def test_importing_whence_does_not_import_transformers() -> None:
+    code = "import sys, whence; sys.exit('transformers' in sys.modules or 'sklearn' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_long_loops_are_silent_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    A = whence.FiniteSum([torch.diag(torch.tensor([1.0, 0.1 * k])) for k in range(8)])
+    whence.estimate_spectrum(A, generator=torch.Generator().manual_seed(0))
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err == ""
