@@ -194,7 +194,7 @@ def _solver_function() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller model: the same ratios, coarser")
+    parser.add_argument("--quick", action="store_true", help="a smaller model, nothing saved")
     options = parser.parse_args()
     layers, width, steps = (16, 256, 3) if options.quick else (32, 1024, 4)
     results = [measure(case, layers, width, steps) for case in CASES]
@@ -217,7 +217,8 @@ def main() -> None:
         rows,
     )
     settings = {"layers": layers, "width": width, "steps": steps, "allowed_layers": ALLOWANCE}
-    save("memory", {"settings": settings, "cases": results})
+    if not options.quick:
+        save("memory", {"settings": settings, "cases": results})
 
 
 if __name__ == "__main__":

@@ -183,7 +183,9 @@ def _verdict(passed: bool | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.products", description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=21, help="timed rounds (21)")
-    parser.add_argument("--quick", action="store_true", help="3 rounds: whether it runs, not how fast")
+    parser.add_argument(
+        "--quick", action="store_true", help="3 rounds, nothing saved: whether it runs, not how fast"
+    )
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--threads", type=int, help="threads of torch (its own default)")
     parser.add_argument(
@@ -202,7 +204,8 @@ def main() -> None:
     clock = time.process_time if options.cpu_time else time.perf_counter
     results = {name: measure(WORKLOADS[name](), repeats, clock) for name in options.models}
     settings = {"repeats": repeats, "clock": clock.__name__, "freed_memory_kept": kept}
-    save("products", {"settings": settings, "workloads": results})
+    if not options.quick:
+        save("products", {"settings": settings, "workloads": results})
 
 
 if __name__ == "__main__":

@@ -149,6 +149,7 @@ SUBJECTS = [
     Subject("Damped.subset", lambda: Damped(FiniteSum(matrices()), DAMPING).subset(3, generator()), EXACT),
     Subject("Damped twice", lambda: Damped(Damped(Dense(matrices().mean(0)), DAMPING), 1.0), EXACT),
     *_network_subjects(),
+    Subject("GaussNewton.sample (sequences)", lambda: language_model().sample(15, generator(2)), EXACT),
 ]
 
 
@@ -312,7 +313,7 @@ def test_samples_of_gauss_newton_are_unbiased(product: Product, draws: int) -> N
 def test_samples_weigh_short_and_long_sequences_by_their_terms(batch_size: int) -> None:
     gnh, dense, random = language_model(), dense_language_model(), generator(23)
     probes = ParamVector.stack([embedding_probe(SHORT, 24), embedding_probe(LONG, 25)])
-    forms = torch.stack([gnh.sample(batch_size, random).quadratic_form(probes) for _ in range(300)])
+    forms = torch.stack([probes.dot(gnh.sample(batch_size, random).matvec(probes)) for _ in range(300)])
     expected = dense.quadratic_form(probes)
     assert_mean(forms[:, 0], float(expected[0]), resolution=0.08)
     assert_mean(forms[:, 1], float(expected[1]), resolution=0.08)

@@ -12,7 +12,7 @@ does not: it gives short sequences more weight than they have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,11 @@ class TermSet:
     """
 
     def __init__(self, data: Any, task: Task, device: torch.device, *, indices: Tensor | None = None) -> None:
+        if isinstance(data, Mapping):
+            raise DataError(
+                f"the data are a dict of {sorted(map(str, data))}; give a list of examples, each a dict of its "
+                "own, or a TensorDataset"
+            )
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise DataError(
                 f"the data are a {type(data).__name__}; whence needs random access: a map-style dataset with "

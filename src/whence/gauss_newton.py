@@ -100,8 +100,17 @@ class GaussNewton(LinearOperator):
 
     def _check_examples(self, pilot: Batch) -> None:
         """Read a spread of examples through the task before anything long starts."""
-        with torch.no_grad():
-            outputs = self.network.outputs(pilot)
+        outputs = self.network.outputs(pilot, self.network.leaves())
+        if not outputs.is_floating_point():
+            raise ModelError(
+                f"the model's outputs are {outputs.dtype}; they must be real numbers, such as logits"
+            )
+        if not outputs.requires_grad:
+            raise ModelError(
+                "the model's outputs carry no gradient of the selected parameters: the parameters are not used, or "
+                "forward runs under torch.no_grad(). Select others, or remove no_grad"
+            )
+        outputs = outputs.detach()
         self.task.check(outputs, pilot)
         self._check_finite(outputs, pilot)
         losses = self.task.losses(outputs, pilot)

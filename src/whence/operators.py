@@ -201,9 +201,12 @@ class Damped(LinearOperator):
         return self.operator.matvec(vector).axpy_(self.damping, vector)
 
     def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
-        if out is vector:  # out(1 + scale·λ) + scale·A·out, with the old `out` inside the product
-            self.operator.add_matvec_(out, vector, scale / (1 + scale * self.damping))
-            out.scale_(1 + scale * self.damping)
+        shrink = 1 + scale * self.damping
+        if out is vector and shrink != 0:  # shrink·out + scale·A·out, with the old `out` inside the product
+            self.operator.add_matvec_(out, vector, scale / shrink)
+            out.scale_(shrink)
+        elif out is vector:
+            out.copy_(self.operator.matvec(vector).scale_(scale))
         else:
             self.operator.add_matvec_(out, vector, scale)
             out.axpy_(scale * self.damping, vector)

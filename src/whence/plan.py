@@ -54,7 +54,7 @@ class Plan:
                 raise OptionError(f"{name} must be a positive number, got {value}")
         for name in ("batch_size", "num_steps", "chains"):
             value = getattr(self, name)
-            if value != int(value) or value < 1:
+            if not math.isfinite(value) or value != int(value) or value < 1:
                 raise OptionError(f"{name} must be a whole number of at least 1, got {value}")
 
     @classmethod

@@ -208,9 +208,9 @@ class ParamVector(Mapping[str, Tensor]):
         self.check_same_space(other)
         total: Tensor | None = None
         for name, mine in self.items():
-            left = mine if self._columns is not None else mine.unsqueeze(0)
-            right = other[name] if other.columns is not None else other[name].unsqueeze(0)
-            part = (left.flatten(1) @ right.to(left.dtype).flatten(1).T).double()
+            left = _widened(mine.reshape(self._columns or 1, -1))
+            right = other[name].reshape(other.columns or 1, -1).to(left.dtype)
+            part = (left @ right.T).double()
             total = part if total is None else total + part
         assert total is not None  # a ParamVector is never empty
         return total
@@ -243,32 +243,40 @@ class ParamVector(Mapping[str, Tensor]):
             return
         if self._columns != other._columns:
             raise VectorError(f"cannot combine {self!r} with {other!r}: different numbers of columns")
-        if self._tensors.keys() != other._tensors.keys():
+        if any(n not in other or other[n].shape != t.shape for n, t in self.items()) or len(self) != len(
+            other
+        ):
             self.check_same_space(other)
 
     def _triples(
         self, other: ParamVector, alpha: float | Tensor
     ) -> Iterator[tuple[Tensor, Tensor, float | Tensor]]:
         """Own tensor, other's tensor, and ``alpha`` shaped to broadcast over the columns."""
-        per_column = isinstance(alpha, Tensor) and alpha.ndim == 1
+        per_column: Tensor | None = alpha if isinstance(alpha, Tensor) and alpha.ndim == 1 else None
+        if per_column is not None and len(per_column) != self._columns:
+            raise VectorError(f"{len(per_column)} numbers for {self!r}; give one per column, or a single one")
         for name, mine in self.items():
             factor: float | Tensor
-            if per_column:
-                assert isinstance(alpha, Tensor)
-                factor = alpha.to(mine.device).reshape((-1,) + (1,) * (mine.ndim - 1))
+            if per_column is not None:
+                factor = per_column.to(mine.device).reshape((-1,) + (1,) * (mine.ndim - 1))
             else:
                 factor = float(alpha)
             yield mine, other[name], factor
 
 
 def _inner(left: Tensor, right: Tensor, *, batched: bool) -> Tensor:
+    left = _widened(left)
     right = right.to(left.dtype)
-    if left.dtype in (torch.float16, torch.bfloat16):
-        left, right = left.float(), right.float()
     if batched:
-        product: Tensor = torch.linalg.vecdot(left.flatten(1), right.flatten(1))
+        rows = left.shape[0]
+        product: Tensor = torch.linalg.vecdot(left.reshape(rows, -1), right.reshape(rows, -1))
         return product.double()
     return torch.dot(left.reshape(-1), right.reshape(-1)).double()
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """At least float32: sums of half-precision numbers lose bits."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _few(names: Sequence[str], limit: int = 3) -> str:

@@ -6,6 +6,10 @@ With ``p = softmax(h)``: ``ℓ = -log p_y``, ``S = Diag(p) - p pᵀ``, so ``S t 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,6 +25,12 @@ IGNORED = -100
 
 class CategoricalTask(Task):
     """Cross-entropy of logits ``[..., K]`` against integer targets ``[...]``, `IGNORED` ones left out."""
+
+    def assemble(self, columns: Mapping[str, Tensor] | Sequence[Any]) -> Batch:
+        batch = super().assemble(columns)
+        if batch.targets.is_floating_point() or batch.targets.dtype == torch.bool:
+            return batch  # refused by `check`, with the reason
+        return replace(batch, targets=batch.targets.long())
 
     def check(self, outputs: Tensor, batch: Batch) -> None:
         targets = batch.targets
@@ -42,7 +52,7 @@ class CategoricalTask(Task):
             position = tuple(wrong.nonzero()[0].tolist())
             raise DataError(
                 f"label {int(batch.targets[position])} ({batch.name(position[0])}) is out of range: the model "
-                f"has {width} outputs, so labels are 0..{width - 1} (or {IGNORED} to ignore)"
+                f"has {width} outputs, so labels are 0..{width - 1}"
             )
 
     def output_scale(self, outputs: Tensor) -> float:

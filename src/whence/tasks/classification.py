@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from whence.tasks.categorical import CategoricalTask
+from whence.errors import DataError
+from whence.tasks.base import Batch
+from whence.tasks.categorical import IGNORED, CategoricalTask
 
 __all__ = ["Classification"]
 
@@ -20,3 +22,11 @@ class Classification(CategoricalTask):
         >>> task.losses(torch.zeros(2, 3), batch)
         tensor([1.0986, 1.0986])
     """
+
+    def check_targets(self, batch: Batch, width: int) -> None:
+        super().check_targets(batch, width)
+        ignored = (batch.targets == IGNORED).nonzero()
+        if len(ignored):  # every example is a term here, so an ignored one would be counted all the same
+            raise DataError(
+                f"{batch.name(int(ignored[0][0]))} has the label {IGNORED} (ignored); leave it out of the data"
+            )

@@ -39,8 +39,12 @@ def stack_columns(examples: Sequence[Any]) -> Any:
                 return padded | {n: stack_values(n, [e[n] for e in examples]) for n in names}
         return {name: stack_values(name, [example[name] for example in examples]) for name in names}
     if isinstance(first, (tuple, list)):
-        if len(first) != 2:
-            raise DataError(f"an example must be (x, y) or a dict with 'labels', got {len(first)} items")
+        for example in examples:
+            if not isinstance(example, (tuple, list)) or len(example) != 2:
+                kind = (
+                    f"{len(example)} items" if isinstance(example, (tuple, list)) else type(example).__name__
+                )
+                raise DataError(f"an example must be (x, y) or a dict with 'labels', got {kind}")
         xs, ys = zip(*examples, strict=True)
         inputs = stack_columns(xs) if isinstance(xs[0], Mapping) else stack_values("input", xs)
         return inputs, stack_values("target", ys)

@@ -39,7 +39,7 @@ class LanguageModeling(CategoricalTask):
 
         Its `query_losses` is ``-(1/c) Σ_j log p(completion_j | prompt, completion_<j)``.
         """
-        prompt_ids, completion_ids = torch.as_tensor(prompt).long(), torch.as_tensor(completion).long()
+        prompt_ids, completion_ids = _token_ids(prompt).long(), _token_ids(completion).long()
         if prompt_ids.numel() == 0 or completion_ids.numel() == 0:
             raise DataError(
                 f"a query needs at least one prompt token and one completion token, got "
@@ -67,6 +67,8 @@ class LanguageModeling(CategoricalTask):
             labels = labels.masked_fill(inputs["attention_mask"] == 0, IGNORED)
         targets = torch.full_like(labels, IGNORED)
         targets[:, :-1] = labels[:, 1:]
+        if "attention_mask" in inputs:  # a padding position predicts nothing, on whichever side it is
+            targets.masked_fill_(inputs["attention_mask"] == 0, IGNORED)
         return Batch((), inputs, targets)
 
     def count_terms(self, example: Any) -> int:
@@ -74,7 +76,8 @@ class LanguageModeling(CategoricalTask):
         labels = torch.as_tensor(fields.get("labels", fields["input_ids"]))[1:]
         kept = labels != IGNORED
         if "attention_mask" in fields:
-            kept &= torch.as_tensor(fields["attention_mask"])[1:] != 0
+            mask = torch.as_tensor(fields["attention_mask"]) != 0
+            kept &= mask[1:] & mask[:-1]
         return int(kept.sum())
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -94,10 +97,20 @@ class LanguageModeling(CategoricalTask):
             if "input_ids" not in example:
                 raise DataError(f"an example has the fields {sorted(example)} but no 'input_ids'")
             return example
-        ids = torch.as_tensor(example) if not isinstance(example, tuple) else None
-        if ids is None or ids.ndim != 1 or ids.is_floating_point():
-            raise DataError(
-                "a language-modelling example must be a dict with 'input_ids' or a sequence of token ids, "
-                f"got a {type(example).__name__}"
-            )
-        return {"input_ids": ids}
+        return {"input_ids": _token_ids(example)}
+
+
+def _token_ids(value: Any) -> Tensor:
+    """A 1-D tensor of integers, or a `DataError`."""
+    try:
+        ids = None if isinstance(value, (tuple, str)) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        ids = None
+    if ids is not None and ids.numel() == 0:
+        return ids.reshape(-1).long()
+    if ids is None or ids.ndim != 1 or ids.is_floating_point():
+        raise DataError(
+            "a language-modelling example must be a dict with 'input_ids' or a sequence of token ids, "
+            f"got a {type(value).__name__}; tokenize text first"
+        )
+    return ids

@@ -38,7 +38,8 @@ class Regression(Task):
                 f"targets must be real numbers, got {batch.targets.dtype}; convert them with .float(), or "
                 "use Classification for class labels"
             )
-        if outputs.reshape(batch.size, -1).shape != batch.targets.reshape(batch.size, -1).shape:
+        rows = outputs.shape[0] if outputs.ndim else 0
+        if rows != batch.size or outputs.numel() != batch.targets.numel():
             raise ModelError(
                 f"the model's outputs have shape {tuple(outputs.shape)} for targets of shape "
                 f"{tuple(batch.targets.shape)}; Regression needs as many outputs as targets per example"
