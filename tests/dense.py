@@ -10,7 +10,7 @@ from whence import Dense, GaussNewton, ParamVector
 
 
 def widen(vector: ParamVector) -> ParamVector:
-    return ParamVector({n: t.double() for n, t in vector.items()}, columns=vector.columns)
+    return ParamVector({n: t.double().clone() for n, t in vector.items()}, columns=vector.columns)
 
 
 def relative_error(actual: ParamVector, expected: ParamVector) -> float:

@@ -439,6 +439,24 @@ def test_a_token_label_out_of_range_is_refused_naming_label_and_example() -> Non
         GaussNewton(evaluated(AttentionNet()), LanguageModeling(), data)
 
 
+@pytest.mark.parametrize("position", [0, 2])
+def test_a_token_outside_the_vocabulary_is_refused_naming_it(position: int) -> None:
+    torch.manual_seed(0)
+    data = [torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3])]
+    data[position][1] = 99
+    with pytest.raises(DataError, match="99"):
+        GaussNewton(evaluated(AttentionNet()), LanguageModeling(), data)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_an_ignored_label_beyond_the_first_look_stops_the_product(product: Product) -> None:
+    data = vectors(DOUBLE) * 100
+    data[1002] = (data[1002][0], -100)
+    gnh = operator(data=data, product=product)
+    with pytest.raises(DataError, match="example 1002 of the data has the label -100"):
+        gnh.matvec(gnh.zeros())
+
+
 def test_a_query_label_out_of_range_is_refused() -> None:
     queries = vectors(DOUBLE)[:3]
     queries[2] = (queries[2][0], 7)
@@ -489,6 +507,21 @@ def test_a_dict_of_columns_is_refused() -> None:
     xs, ys = zip(*vectors(DOUBLE), strict=True)
     with pytest.raises(DataError, match="dict"):
         operator(data={"x": torch.stack(xs), "labels": torch.tensor(ys)})
+
+
+def test_a_query_in_which_nothing_is_predicted_is_refused_naming_it() -> None:
+    torch.manual_seed(0)
+    gnh = GaussNewton(evaluated(AttentionNet()), LanguageModeling(), sequences(DOUBLE))
+    with pytest.raises(DataError, match=r"1\b.*(predict|term|ignored|token)"):
+        gnh.gradients([torch.tensor([1, 2, 3]), torch.tensor([4])])
+
+
+@pytest.mark.parametrize("field", ["attention_mask", "labels"])
+def test_token_fields_of_different_lengths_in_one_example_are_refused(field: str) -> None:
+    torch.manual_seed(0)
+    example = {"input_ids": torch.tensor([1, 2, 3]), field: torch.tensor([1, 1])}
+    with pytest.raises(DataError, match=f"'{field}'"):
+        GaussNewton(evaluated(AttentionNet()), LanguageModeling(), [example, example])
 
 
 def test_images_of_different_sizes_are_refused_naming_the_sizes() -> None:
@@ -691,6 +724,12 @@ def test_lissa_refuses_a_right_hand_side_with_nan(value: float, columns: int | N
 def test_lissa_refuses_the_right_hand_side_of_another_space() -> None:
     rhs = ParamVector({"y": torch.ones(2, dtype=DOUBLE)})
     with pytest.raises(VectorError, match=r"another model.*missing 'x', unexpected 'y'"):
+        Lissa(PLAN).solve(Damped(untouchable(), 0.5), rhs, generator=generator())
+
+
+@pytest.mark.parametrize("rhs", [{"x": torch.ones(2)}, torch.ones(2), None], ids=["dict", "tensor", "None"])
+def test_lissa_refuses_a_right_hand_side_that_is_no_vector(rhs: Any) -> None:
+    with pytest.raises(VectorError, match=f"right-hand side.*{type(rhs).__name__}"):
         Lissa(PLAN).solve(Damped(untouchable(), 0.5), rhs, generator=generator())
 
 

@@ -124,6 +124,19 @@ def test_labels_of_any_integer_type_are_read(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+@pytest.mark.parametrize("with_labels", [False, True], ids=["tokens", "labels"])
+def test_tokens_of_any_integer_type_are_read(dtype: torch.dtype, with_labels: bool) -> None:
+    task, tokens = LanguageModeling(), torch.tensor([4, 1, 2, 3])
+    fields = {"input_ids": tokens, "labels": tokens.to(dtype)} if with_labels else tokens.to(dtype)
+    batch = task.collate([fields])
+    assert batch.targets.tolist() == [[1, 2, 3, -100]]
+    assert batch.kwargs["input_ids"].dtype == torch.int64
+    outputs = normal(1, 4, 6)
+    expected = F.cross_entropy(outputs[0, :-1], tokens[1:], reduction="none")
+    torch.testing.assert_close(task.losses(outputs, batch)[0, :-1], expected, **EXACT)
+
+
 @pytest.mark.parametrize(("task", "outputs", "targets"), PROBLEMS)
 def test_query_losses_average_each_examples_terms(task: Task, outputs: Tensor, targets: Tensor) -> None:
     batch = with_targets(targets)

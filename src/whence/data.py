@@ -48,8 +48,10 @@ class TermSet:
                 "__len__ and __getitem__ (a list of examples will do)"
             )
         if len(data) == 0:
-            raise DataError("the data set is empty")
+            raise DataError("the data set is empty; give at least one example")
         self.data, self.task, self.device = data, task, device
+        #: Outputs per term, once the model has been run: lets every batch's targets be checked.
+        self.width: int | None = None
         self.indices = torch.arange(len(data)) if indices is None else indices
         self._lengths = self._count()
         self.num_terms = len(self.indices) if self._lengths is None else int(self._lengths.sum())
@@ -83,17 +85,6 @@ class TermSet:
         """``n / (N m)``: what each term of a draw of ``m`` examples is multiplied by."""
         return len(self) / (self.num_terms * examples)
 
-    def subset(self, positions: Tensor) -> TermSet:
-        """The examples at these positions, as a set of their own."""
-        other = object.__new__(TermSet)
-        other.data, other.task, other.device = self.data, self.task, self.device
-        other.indices = self.indices[positions]
-        other._lengths = None if self._lengths is None else self._lengths[positions]
-        other.num_terms = len(other.indices) if other._lengths is None else int(other._lengths.sum())
-        if other.num_terms == 0:
-            raise DataError("no example of the subset holds a term; draw a larger one")
-        return other
-
     def fetch(self, positions: Tensor) -> Batch:
         """The examples at these positions, as one batch on the device."""
         indices = self.indices[positions]
@@ -105,6 +96,7 @@ class TermSet:
         bad = batch.non_finite()
         if len(bad):
             raise DataError(f"{batch.name(int(bad[0]))} holds NaN or infinity; remove or repair it")
+        self.task.check_targets(batch, self.width)
         return batch.to(self.device)
 
     def batches(self, positions: Tensor, size: int) -> Iterator[Batch]:
@@ -113,6 +105,12 @@ class TermSet:
             positions = positions[self._lengths[positions].argsort()]
         for chunk in positions.split(size):
             yield self.fetch(chunk)
+
+    def look_through(self, count: int) -> None:
+        """Read up to ``count`` examples, spread over the data, for the errors that reading raises."""
+        spread = torch.linspace(0, len(self) - 1, min(count, len(self))).long()
+        for _ in self.batches(spread, 64):
+            pass
 
     def longest(self, count: int) -> Tensor:
         """Positions of the ``count`` examples with the most terms: the ones that need most memory."""

@@ -21,6 +21,8 @@ from whence.inspection import (
     activation_bytes,
     check_determinism,
     check_evaluation_mode,
+    check_finite,
+    check_outputs,
     why_forward_mode_fails,
 )
 from whence.operators import LinearOperator
@@ -89,7 +91,8 @@ class GaussNewton(LinearOperator):
         self.task = task
         self.terms = TermSet(data, task, self.network.device)
         pilot = self.terms.fetch(self.terms.longest(2))
-        self._check_examples(pilot)
+        self.terms.width = check_outputs(self.network, pilot)
+        self.terms.look_through(_EXAMPLES_CHECKED)
         check_determinism(self.network, pilot)
         self.micro_batch = micro_batch or self._fitting_micro_batch(pilot)
         self._differences: FiniteDifferences | None = None
@@ -97,31 +100,6 @@ class GaussNewton(LinearOperator):
         self.product, self.product_reason = self._choose_product(product, pilot)
 
     # --- construction ------------------------------------------------------------------------------------
-
-    def _check_examples(self, pilot: Batch) -> None:
-        """Read a spread of examples through the task before anything long starts."""
-        outputs = self.network.outputs(pilot, self.network.leaves())
-        if not outputs.is_floating_point():
-            raise ModelError(
-                f"the model's outputs are {outputs.dtype}; they must be real numbers, such as logits"
-            )
-        if not outputs.requires_grad:
-            raise ModelError(
-                "the model's outputs carry no gradient of the selected parameters: the parameters are not used, or "
-                "forward runs under torch.no_grad(). Select others, or remove no_grad"
-            )
-        outputs = outputs.detach()
-        self.task.check(outputs, pilot)
-        self._check_finite(outputs, pilot)
-        losses = self.task.losses(outputs, pilot)
-        if not bool(torch.isfinite(losses).all()):
-            raise ModelError(
-                "the loss is NaN or infinite on the first examples: the model's weights or the data are broken. "
-                "Evaluate the model on its training data first"
-            )
-        spread = torch.linspace(0, len(self.terms) - 1, min(_EXAMPLES_CHECKED, len(self.terms))).long()
-        for batch in self.terms.batches(spread, 64):
-            self.task.check_targets(batch, outputs.shape[-1])
 
     def _fitting_micro_batch(self, pilot: Batch) -> int:
         per_example = max(activation_bytes(self.network, pilot) / pilot.size, 1.0)
@@ -222,6 +200,10 @@ class GaussNewton(LinearOperator):
             leaves = self.network.leaves()
             outputs = self.network.outputs(batch, leaves)
             self.task.check(outputs.detach(), batch)
+            if int(self.task.num_terms(batch).sum()) == 0:
+                raise DataError(
+                    f"query {position} asks for nothing: it has no predicted token. Give it a completion"
+                )
             loss = self.task.query_losses(outputs, batch).sum()
             if not bool(torch.isfinite(loss)):
                 raise DataError(f"the loss of query {position} is {float(loss)}; check its inputs and label")
@@ -259,7 +241,7 @@ class GaussNewton(LinearOperator):
             outputs, leaves = base.outputs, base.leaves
             tangent = self.differences(batch).tangent(base, batch, vector, sign)
             del base
-        self._check_finite(outputs, batch)
+        check_finite(outputs)
         cotangent = self.task.hessian_product(outputs.detach(), tangent, batch)
         del tangent
         self.network.pull_back(outputs, leaves, cotangent, receive)
@@ -278,7 +260,7 @@ class GaussNewton(LinearOperator):
             return
         differences = self.differences(batch)
         base = differences.base(batch, graph=True)
-        self._check_finite(base.outputs, batch)
+        check_finite(base.outputs)
         for k, vector in enumerate(columns):
             tangent = differences.tangent(base, batch, vector, sign)
             cotangent = self.task.hessian_product(base.outputs.detach(), tangent, batch)
@@ -290,7 +272,7 @@ class GaussNewton(LinearOperator):
     def _vectorised_product(self, batch: Batch, block: ParamVector, out: ParamVector, weight: float) -> None:
         leaves = self.network.leaves()
         outputs = self.network.outputs(batch, leaves)
-        self._check_finite(outputs, batch)
+        check_finite(outputs)
         chunk = self._columns_at_once(outputs, block)
         starts = range(0, block.columns or 1, chunk)
         for start in starts:
@@ -333,7 +315,7 @@ class GaussNewton(LinearOperator):
                         base.outputs,
                         self.differences(batch).tangent(base, batch, column, sign),
                     )
-                self._check_finite(outputs, batch)
+                check_finite(outputs)
                 curved = self.task.hessian_product(outputs, tangent, batch)
                 total[k] += float(torch.sum(curved.mul_(tangent), dtype=torch.float64))
         total *= self.terms.weight(len(positions))
@@ -353,14 +335,6 @@ class GaussNewton(LinearOperator):
                 self.zeros().check_same_space(vector)
         if len(vector) != len(self.network.parameters):
             self.zeros().check_same_space(vector)
-
-    @staticmethod
-    def _check_finite(outputs: Tensor, batch: Batch) -> None:
-        if not math.isfinite(float(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
-            raise ModelError(
-                "the model's outputs hold NaN or infinity on a batch of the data. Check the weights and the inputs; "
-                "a half-precision model may have overflowed"
-            )
 
 
 class SampledGaussNewton(LinearOperator):

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from whence.errors import ModelError
+from whence.errors import DataError, ModelError
 from whence.products.exact import dual_forward
 from whence.products.network import Network
 from whence.tasks import Batch
 
-__all__ = ["activation_bytes", "check_determinism", "check_evaluation_mode", "why_forward_mode_fails"]
+__all__ = [
+    "activation_bytes",
+    "check_determinism",
+    "check_evaluation_mode",
+    "check_finite",
+    "check_outputs",
+    "why_forward_mode_fails",
+]
 
 
 def check_evaluation_mode(model: nn.Module) -> None:
@@ -29,6 +38,55 @@ def check_evaluation_mode(model: nn.Module) -> None:
                 f"the layer {name!r} ({type(module).__name__}) is in training mode although the model is not. "
                 "Call model.eval() on the whole model"
             )
+
+
+def check_outputs(network: Network, batch: Batch) -> int:
+    """Run the model on a batch, refuse what its task cannot use, and return the number of outputs per term."""
+    outputs = _outputs_with_graph(network, batch)
+    if not outputs.is_floating_point():
+        raise ModelError(
+            f"the model's outputs are {outputs.dtype}; they must be real numbers, such as logits"
+        )
+    if not outputs.requires_grad:
+        raise ModelError(
+            "the model's outputs carry no gradient of the selected parameters: the parameters are not used, or "
+            "forward runs under torch.no_grad(). Select others, or remove no_grad"
+        )
+    outputs = outputs.detach()
+    network.task.check(outputs, batch)
+    check_finite(outputs)
+    if not bool(torch.isfinite(network.task.losses(outputs, batch)).all()):
+        raise ModelError(
+            "the loss is NaN or infinite on the first examples: the model's weights or the data are broken. "
+            "Evaluate the model on its training data first"
+        )
+    return int(outputs.shape[-1])
+
+
+def _outputs_with_graph(network: Network, batch: Batch) -> Tensor:
+    try:
+        return network.outputs(batch, network.leaves())
+    except IndexError as error:
+        indices = [t for t in (*batch.args, *batch.kwargs.values()) if not t.is_floating_point()]
+        largest = max((int(t.max()) for t in indices), default=0)
+        raise DataError(
+            f"the model looked up an index out of its range ({error}); the largest in the first examples is "
+            f"{largest}. Check that the tokenizer belongs to the model"
+        ) from error
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"the model failed on the first examples: {error}. Check that they have the fields, shapes and dtype "
+            "that its forward takes"
+        ) from error
+
+
+def check_finite(outputs: Tensor) -> None:
+    """Refuse outputs with NaN or infinity; one sum tells in all but overflowing cases."""
+    if not math.isfinite(float(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
+        raise ModelError(
+            "the model's outputs hold NaN or infinity on a batch of the data. Check the weights and the inputs; "
+            "a half-precision model may have overflowed"
+        )
 
 
 def check_determinism(network: Network, batch: Batch) -> None:

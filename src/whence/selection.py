@@ -26,7 +26,9 @@ def select_parameters(model: nn.Module, params: ParameterFilter | None = None) -
     """
     everything = dict(model.named_parameters())
     if not everything:
-        raise ModelError(f"{type(model).__name__} has no parameters")
+        raise ModelError(
+            f"{type(model).__name__} has no parameters to take a Hessian over; give the trained module itself"
+        )
     trainable = {
         name: parameter
         for name, parameter in everything.items()

@@ -101,6 +101,10 @@ class Solver(ABC):
 
 def check_right_hand_side(A: Damped, rhs: ParamVector) -> None:
     """Refuse a right-hand side of another model, or one with NaN or infinity, before any work."""
+    if not isinstance(rhs, ParamVector):
+        raise VectorError(
+            f"the right-hand side is a {type(rhs).__name__}; give a ParamVector, such as GaussNewton.gradients returns"
+        )
     A.zeros().check_same_space(rhs, "right-hand side")
     if not rhs.is_finite():
         raise VectorError(

@@ -112,8 +112,11 @@ class Task(ABC):
     def check(self, outputs: Tensor, batch: Batch) -> None:
         """Raise a typed error when the outputs cannot be read by this task, or do not fit the targets."""
 
-    def check_targets(self, batch: Batch, width: int) -> None:  # noqa: B027 (most targets cannot be wrong)
-        """Raise `DataError` on targets that ``width`` outputs cannot fit, without running the model."""
+    def check_targets(self, batch: Batch, width: int | None) -> None:  # noqa: B027 (most targets cannot be wrong)
+        """Raise `DataError` on targets that ``width`` outputs (None: not known yet) cannot fit.
+
+        Called on every batch before the model runs.
+        """
 
     def output_scale(self, outputs: Tensor) -> float:
         """How much the outputs may move and still be 'moving a little': sets finite differences' step."""

@@ -46,7 +46,9 @@ class CategoricalTask(Task):
             )
         self.check_targets(batch, outputs.shape[-1])
 
-    def check_targets(self, batch: Batch, width: int) -> None:
+    def check_targets(self, batch: Batch, width: int | None) -> None:
+        if width is None:
+            return
         wrong = ((batch.targets < 0) & (batch.targets != IGNORED)) | (batch.targets >= width)
         if bool(wrong.any()):
             position = tuple(wrong.nonzero()[0].tolist())

@@ -23,7 +23,7 @@ class Classification(CategoricalTask):
         tensor([1.0986, 1.0986])
     """
 
-    def check_targets(self, batch: Batch, width: int) -> None:
+    def check_targets(self, batch: Batch, width: int | None) -> None:
         super().check_targets(batch, width)
         ignored = (batch.targets == IGNORED).nonzero()
         if len(ignored):  # every example is a term here, so an ignored one would be counted all the same

@@ -59,10 +59,14 @@ class LanguageModeling(CategoricalTask):
                 "a language-modelling example must be a dict with 'input_ids' or a sequence of token ids, "
                 "not (x, y): whether y is shifted already cannot be told"
             )
-        inputs = dict(columns)
-        labels = inputs.pop("labels", None)
-        if labels is None:
-            labels = inputs["input_ids"]
+        inputs = {name: t if t.is_floating_point() else t.long() for name, t in columns.items()}
+        for name in ("labels", "attention_mask"):
+            if name in inputs and inputs[name].shape != inputs["input_ids"].shape:
+                raise DataError(
+                    f"{name!r} has shape {tuple(inputs[name].shape)} beside 'input_ids' of shape "
+                    f"{tuple(inputs['input_ids'].shape)}; they must be equally long in every example"
+                )
+        labels = inputs.pop("labels", inputs["input_ids"])
         if "attention_mask" in inputs:
             labels = labels.masked_fill(inputs["attention_mask"] == 0, IGNORED)
         targets = torch.full_like(labels, IGNORED)
