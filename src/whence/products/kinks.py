@@ -24,7 +24,7 @@ _Replay = Callable[[Any, Tensor, tuple[Any, ...]], Any]
 
 
 def _replay_relu(pattern: Any, x: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return torch.mul(x, pattern)
+    return x.masked_fill(pattern, 0.0)
 
 
 def _replay_leaky_relu(pattern: Any, x: Tensor, args: tuple[Any, ...]) -> Tensor:
@@ -41,6 +41,10 @@ def _replay_max_pool2d(pattern: Any, x: Tensor, args: tuple[Any, ...]) -> tuple[
     return x.flatten(-2).gather(-1, pattern.flatten(-2)).reshape(pattern.shape), pattern
 
 
+def _inactive(output: Any, args: tuple[Any, ...]) -> Any:
+    return output <= 0
+
+
 def _positive(output: Any, args: tuple[Any, ...]) -> Any:
     return output > 0
 
@@ -52,8 +56,8 @@ def _hardtanh_pattern(output: Any, args: tuple[Any, ...]) -> Any:
 
 #: Operation -> how its pattern is read off its output, and how it is replayed.
 _KINKED: dict[Any, tuple[Callable[[Any, tuple[Any, ...]], Any], _Replay]] = {
-    _aten.relu.default: (_positive, _replay_relu),
-    _aten.relu_.default: (_positive, _replay_relu),
+    _aten.relu.default: (_inactive, _replay_relu),
+    _aten.relu_.default: (_inactive, _replay_relu),
     _aten.leaky_relu.default: (_positive, _replay_leaky_relu),
     _aten.leaky_relu_.default: (_positive, _replay_leaky_relu),
     _aten.hardtanh.default: (_hardtanh_pattern, _replay_hardtanh),

@@ -69,10 +69,18 @@ class CategoricalTask(Task):
         return losses.reshape(batch.targets.shape)
 
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
-        probabilities = self._masked_probabilities(outputs, batch)
-        result = probabilities * tangents
-        result -= probabilities * result.sum(-1, keepdim=True)
-        return result
+        # S is the Jacobian of the softmax, so its fused derivative is the product: one pass over the logits.
+        dtype = torch.float64 if outputs.dtype == torch.float64 else torch.float32
+        with torch.enable_grad():
+            logits = outputs.detach().to(dtype).requires_grad_()
+            (product,) = torch.autograd.grad(
+                logits.softmax(-1),
+                logits,
+                tangents.to(dtype),
+                is_grads_batched=tangents.ndim > outputs.ndim,
+            )
+        ignored = batch.targets == IGNORED
+        return product.masked_fill_(ignored.unsqueeze(-1), 0.0) if bool(ignored.any()) else product
 
     def sample_residual(self, outputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
         residual = self._masked_probabilities(outputs, batch)
