@@ -2,8 +2,9 @@
 
     python -m benchmarks.memory [--quick]
 
-The claim (see `whence.solvers.lissa`): the right-hand side, the iterate and one average per chain; and one
-gradient where a batch needs several passes. The model here is a deep network of equal layers on a batch of a
+The claim (see `whence.solvers.lissa`): a step holds the right-hand side, the iterate and one average per chain;
+and one gradient where a batch needs several passes. The residual at the end of a solve holds the right-hand
+side, the chains' results, their mean and two more. The model here is a deep network of equal layers on a batch of a
 few examples, so that parameters dominate activations and one layer is a small part of a copy. A step needs
 some layers beside the copies: the weights that are perturbed, or the gradient that is being handed over.
 """
@@ -97,12 +98,13 @@ class Case:
 
     @property
     def claim(self) -> int:
-        """Right-hand side, iterate, averages, and a gradient where there are several passes.
+        """For steps: right-hand side, iterate, average, and a gradient where there are several passes.
 
-        With ``average="last"`` the iterate is the result, so the chains' results include it.
+        With ``average="last"`` the iterate is the result. For a solve, its residual needs most.
         """
-        results = self.chains if self.average == "tail" else self.chains - 1
-        return 2 + results + (self.passes > 1)
+        if self.chains > 1:
+            return self.chains + 4
+        return 2 + (self.average == "tail") + (self.passes > 1)
 
 
 CASES = [

@@ -7,7 +7,6 @@ the rounds, with the quartiles, is what is reported.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -29,30 +28,9 @@ from rich.table import Table
 
 import whence
 
-__all__ = ["Quartiles", "environment", "interleaved", "keep_freed_memory", "ratios", "report", "save"]
+__all__ = ["Quartiles", "environment", "interleaved", "ratios", "report", "save"]
 
 RESULTS = Path(__file__).parent / "results"
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-
-
-def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next allocation instead of returning it to the kernel.
-
-    By default large tensors are mapped when made and unmapped when freed, so every pass over the model
-    faults its activations in again, page by page, and zeroes them. On CPU that can take as long as the
-    arithmetic, and it punishes contenders by how many temporaries they make. Call it before the first large
-    allocation; it holds for the whole process, so for all contenders alike.
-
-    Returns:
-        Whether the C library took both settings; False where it is not glibc.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    no_maps = mallopt(_M_MMAP_MAX, 0)
-    never_trim = mallopt(_M_TRIM_THRESHOLD, -1)  # -1 is larger than any size: see mallopt(3)
-    return bool(no_maps and never_trim)
 
 
 def interleaved(

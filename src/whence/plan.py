@@ -160,9 +160,10 @@ class Plan:
     def memory_copies(self) -> int:
         """Vectors of the parameters' size held at once for one right-hand side, beside the model.
 
-        Right-hand side, iterate, one average per chain, and a gradient when a batch needs several passes.
+        The most is held by the residual at the end: the right-hand side, one average per chain, their mean, and
+        two more. A step holds one less, or two less when its batch fits in a single pass.
         """
-        return 3 + self.chains
+        return 4 + self.chains
 
     def __str__(self) -> str:
         spectrum = self.spectrum

@@ -28,17 +28,18 @@ def dual_forward(
     network: Network, batch: Batch, vector: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Outputs with their graph, the leaves of that graph, and the tangent ``J u``."""
-    leaves = network.leaves()
     with _dual_numbers(cut_tangent_graph=True):
-        outputs, tangent = forward_ad.unpack_dual(network.outputs(batch, _duals(leaves, vector)))
+        # The dual tensors are the leaves themselves: were they made from leaves, every layer's gradient would
+        # wait for the end of the backward pass before it could be handed over.
+        leaves = {name: dual.requires_grad_() for name, dual in _duals(network, vector).items()}
+        outputs, tangent = forward_ad.unpack_dual(network.outputs(batch, leaves))
     return outputs, leaves, _or_zeros(tangent, outputs)
 
 
 def tangent_only(network: Network, batch: Batch, vector: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Outputs and tangent ``J u`` without any graph: what a quadratic form needs."""
-    plain = {name: p.detach() for name, p in network.parameters.items()}
     with torch.no_grad(), _dual_numbers(cut_tangent_graph=False):
-        outputs, tangent = forward_ad.unpack_dual(network.outputs(batch, _duals(plain, vector)))
+        outputs, tangent = forward_ad.unpack_dual(network.outputs(batch, _duals(network, vector)))
     return outputs, _or_zeros(tangent, outputs)
 
 
@@ -58,9 +59,10 @@ def block_tangents(network: Network, batch: Batch, block: ParamVector) -> Tensor
     return result
 
 
-def _duals(primals: Mapping[str, Tensor], vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _duals(network: Network, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
-        name: forward_ad.make_dual(primal, vector[name].to(primal.dtype)) for name, primal in primals.items()
+        name: forward_ad.make_dual(parameter.detach(), vector[name].to(parameter.dtype))
+        for name, parameter in network.parameters.items()
     }
 
 

@@ -73,7 +73,8 @@ class FiniteDifferences:
 
     def base(self, batch: Batch, *, graph: bool) -> BaseForward:
         """The pass at θ, with a graph for the backward pass where asked."""
-        with torch.set_grad_enabled(graph), RecordKinks() if self._kinked else nullcontext() as recorder:
+        record = RecordKinks(share_outputs=graph) if self._kinked else nullcontext()
+        with torch.set_grad_enabled(graph), record as recorder:
             leaves = self.network.leaves() if graph else {}
             outputs = self.network.outputs(batch, leaves or None)
         return BaseForward(outputs, leaves, recorder.patterns if recorder is not None else [])
@@ -159,9 +160,8 @@ class FiniteDifferences:
         """‖δu‖ that should move the outputs by ``aim``."""
         if self.gain is not None:
             return aim / self.gain
-        scale = float(
-            torch.stack([p.detach().double().norm() for p in self.network.parameters.values()]).norm()
-        )
+        norms = [torch.linalg.vector_norm(p.detach()).double() for p in self.network.parameters.values()]
+        scale = float(torch.stack(norms).norm())
         return 1e-3 * aim * (scale or 1.0)
 
     def _outputs_at(

@@ -5,7 +5,8 @@ cannot be small enough: a thousandth of the units crossing is already an error o
 derivative at θ is that of the network with its activation pattern *held* at θ, so the pattern is recorded in
 the pass at θ and replayed in the perturbed ones; between kinks the replayed network is smooth.
 
-The pattern costs one byte per activation. Smooth networks skip all of this.
+A ReLU's pattern is its output, which autograd keeps anyway, so holding it costs no memory. Smooth networks skip
+all of this.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ _aten = torch.ops.aten
 _Replay = Callable[[Any, Tensor, tuple[Any, ...]], Any]
 
 
-def _replay_relu(pattern: Any, x: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return x.masked_fill(pattern, 0.0)
+def _replay_relu(pattern: Any, x: Tensor, args: tuple[Any, ...]) -> Any:
+    return _aten.threshold_backward(
+        x, pattern, 0
+    )  # x where the pattern is positive: what ReLU's backward does
 
 
 def _replay_leaky_relu(pattern: Any, x: Tensor, args: tuple[Any, ...]) -> Tensor:
@@ -41,8 +44,8 @@ def _replay_max_pool2d(pattern: Any, x: Tensor, args: tuple[Any, ...]) -> tuple[
     return x.flatten(-2).gather(-1, pattern.flatten(-2)).reshape(pattern.shape), pattern
 
 
-def _inactive(output: Any, args: tuple[Any, ...]) -> Any:
-    return output <= 0
+def _output(output: Any, args: tuple[Any, ...]) -> Any:
+    return output
 
 
 def _positive(output: Any, args: tuple[Any, ...]) -> Any:
@@ -56,8 +59,8 @@ def _hardtanh_pattern(output: Any, args: tuple[Any, ...]) -> Any:
 
 #: Operation -> how its pattern is read off its output, and how it is replayed.
 _KINKED: dict[Any, tuple[Callable[[Any, tuple[Any, ...]], Any], _Replay]] = {
-    _aten.relu.default: (_inactive, _replay_relu),
-    _aten.relu_.default: (_inactive, _replay_relu),
+    _aten.relu.default: (_output, _replay_relu),
+    _aten.relu_.default: (_output, _replay_relu),
     _aten.leaky_relu.default: (_positive, _replay_leaky_relu),
     _aten.leaky_relu_.default: (_positive, _replay_leaky_relu),
     _aten.hardtanh.default: (_hardtanh_pattern, _replay_hardtanh),
@@ -68,18 +71,27 @@ _IN_PLACE = {_aten.relu_.default, _aten.leaky_relu_.default, _aten.hardtanh_.def
 
 
 class RecordKinks(TorchDispatchMode):
-    """Records the pattern of every kinked operation, in the order they run."""
+    """Records the pattern of every kinked operation, in the order they run.
 
-    def __init__(self) -> None:
+    Args:
+        share_outputs: keep a ReLU's output itself. Autograd sees to it that nobody writes into outputs that a
+            graph needs; without a graph somebody might, and a copy is kept.
+    """
+
+    def __init__(self, *, share_outputs: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.patterns: list[Any] = []
+        self._share_outputs = share_outputs
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if func in _KINKED:
-            self.patterns.append(_KINKED[func][0](output, args))
+            pattern = _KINKED[func][0](output, args)
+            if pattern is output and not self._share_outputs:
+                pattern = output.clone()
+            self.patterns.append(pattern)
         return output
 
 
@@ -95,7 +107,8 @@ class HoldKinks(TorchDispatchMode):
     ) -> Any:
         if func not in _KINKED:
             return func(*args, **(kwargs or {}))
-        result = _KINKED[func][1](next(self._patterns), args[0], args)
-        if func in _IN_PLACE:
-            return args[0].copy_(result)
-        return result
+        pattern = next(self._patterns)
+        if func is _aten.relu_.default:
+            return _aten.threshold_backward.grad_input(args[0], pattern, 0, grad_input=args[0])
+        result = _KINKED[func][1](pattern, args[0], args)
+        return args[0].copy_(result) if func in _IN_PLACE else result

@@ -11,8 +11,10 @@ path removes it, at no cost but one vector; the last iterate, as in the paper, i
 *Divergence.* ``‖u*‖ ≤ ‖g‖/λ``. A path that leaves this ball by a factor is diverging, whatever the cause; a
 quadratic form along the direction in which it left tells the cause. See `whence.solvers.divergence`.
 
-Memory, in vectors of the parameters' size, for each right-hand side and beside the model: the right-hand side, the
-iterate, one average per chain; and one gradient, when a batch does not fit in a single pass.
+Memory, in vectors of the parameters' size, for each right-hand side and beside the model: a step holds the
+right-hand side, the iterate and one average per chain begun; and one gradient when a batch does not fit in a
+single pass, or when there are several right-hand sides. The residual at the end holds the right-hand side,
+the chains' averages, their mean, and two more.
 """
 
 from __future__ import annotations
@@ -105,6 +107,7 @@ class Lissa(Solver):
             terms += chain.step * plan.batch_size
             if diverged is None:
                 finished.append(chain.average)
+                del chain  # its iterate is not needed any more, and is a copy of the model
                 continue
             # All chains must estimate the same thing with the same settings: begin again with better ones.
             plan = answer(diverged, A, plan, attempt=len(events), recover=self.recover)

@@ -37,6 +37,7 @@ def residual_norm(
         residual = A.sample(batch_size, generator).matvec(solution).axpy_(-1.0, rhs)
         squares += residual.dot(residual)
         total.axpy_(1.0, residual)
+        del residual  # or it would be held while the next one is computed
     pairs = batches * (batches - 1)
     scale = rhs.dot(rhs).clamp_min(torch.finfo(torch.float64).tiny)
     square = ((total.dot(total) - squares) / pairs / scale).clamp_min(0.0)
