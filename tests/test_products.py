@@ -260,3 +260,17 @@ def test_regression_products(product: str) -> None:
     dense = Dense(flat.T @ flat / len(inputs) / 4.0, gnh.zeros())
     vector = gnh.zeros().randn_like(torch.Generator().manual_seed(0))
     assert relative_error(gnh.matvec(vector), dense.matvec(vector)) <= 1e-6
+
+
+def test_a_direction_that_moves_nothing_has_a_zero_product() -> None:
+    """Shifting all logits alike changes no probability; scaling a layer no output depends on changes nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double().eval()
+    with torch.no_grad():
+        model[2].weight.zero_()  # the outputs no longer depend on the first layer
+    gnh = GaussNewton(model, Classification(), vectors(torch.float64), product="finite-difference")
+    vector = gnh.zeros()
+    vector["0.weight"].normal_()
+    assert float(gnh.matvec(vector).norm()) == 0.0
+    vector["2.bias"].fill_(1.0)
+    assert float(gnh.matvec(vector).norm()) <= 1e-8

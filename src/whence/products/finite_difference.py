@@ -8,7 +8,7 @@ The one-sided form reuses ``h(θ)``, which the backward pass needs anyway: two f
 **The step.** δ is set by how much the *outputs* move, not by ‖θ‖/‖u‖: rounding and curvature balance at about
 the same output change for every direction, while the δ that produces it differs by orders of magnitude
 between a random direction and a top eigenvector. How far the outputs moved last time, per unit of ‖u‖, and how
-curved their path was predict the next δ for free; a prediction off by more than a factor of three is
+curved their path was predict the next δ for free; a prediction off by more than a factor of two is
 corrected at the price of a forward or two.
 """
 
@@ -133,12 +133,12 @@ class FiniteDifferences:
         """``h(θ ± δu)`` and δ, with δ such that the outputs move as far as they should."""
         aim = self._aim(origin)
         step = self._first_guess(aim) / norm
-        for _ in range(_MAX_CORRECTIONS):
+        for attempt in range(_MAX_CORRECTIONS):
             ahead = self._outputs_at(side * step, base, batch, vector)
             moved = _rms(_some(ahead) - _some(origin))
             if 0 < moved < float("inf"):
                 self.gain = moved / (step * norm)
-            if aim / _ACCEPT <= moved <= aim * _ACCEPT:
+            if aim / _ACCEPT <= moved <= aim * _ACCEPT or attempt == _MAX_CORRECTIONS - 1:
                 break
             step *= _correction(aim, moved)
         return ahead, step

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Divergence:
     system: Damped
     plan: Plan
 
-    @property
+    @cached_property
     def curvature(self) -> float:
         """``vᵀHv`` along the direction of escape, on a large batch; NaN if the path is not finite."""
         columns = self.iterate.unstack()
