@@ -49,11 +49,12 @@ def test_lanczos_within_two_percent_in_forty_products(digits: Digits) -> None:
         assert found.lambda_max.value == pytest.approx(digits.lambda_max, rel=0.02)
 
 
-@pytest.mark.parametrize(("variant", "dimension"), [("dense", 3200), ("concatenated", 300)])
+@pytest.mark.parametrize(("variant", "dimension"), [("dense", 3200), ("concatenated", 700)])
 @pytest.mark.slow
 def test_sketches_within_five_percent(digits: Digits, variant: str, dimension: int) -> None:
     result = sketch(digits.gnh, dimension=dimension, seed=0, variant=variant, at_once=100)
     assert result.lambda_max.value == pytest.approx(digits.lambda_max, rel=0.05)
+    assert abs(result.lambda_max.value - digits.lambda_max) <= 2 * result.lambda_max.stderr
 
 
 @pytest.mark.parametrize("kappa", [10, 100])

@@ -67,7 +67,8 @@ def sketch(
 
     Args:
         operator: the operator.
-        dimension: d. The relative standard error is √(2/d) for ``"dense"``: 5% at two errors needs d = 3,200.
+        dimension: d. The relative standard error is √(2/d) for ``"dense"``: 5% at two errors needs d = 3,200. For
+            ``"concatenated"`` it is √((2/d) Σ w_l²), less where many tensors share the top eigenvector.
         seed: the one integer that Φ comes from.
         variant: how Φ is drawn.
         batch_size: estimate each product on a fresh batch, as the paper does; None uses the whole operator.
