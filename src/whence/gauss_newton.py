@@ -97,6 +97,8 @@ class GaussNewton(LinearOperator):
         self.micro_batch = micro_batch or self._fitting_micro_batch(pilot)
         self._differences: FiniteDifferences | None = None
         self._vectorised: bool | None = None  # whether columns can be vectorised: found out by trying
+        #: Why the columns of a block are looped over, where they are.
+        self.loop_reason: str | None = None
         self.product, self.product_reason = self._choose_product(product, pilot)
 
     # --- construction ------------------------------------------------------------------------------------
@@ -296,8 +298,9 @@ class GaussNewton(LinearOperator):
             try:
                 block_tangents(self.network, batch, _slice_columns(block, slice(0, 1)))
                 self._vectorised = True
-            except (RuntimeError, NotImplementedError, ValueError, TypeError):
-                self._vectorised = False  # some operation cannot be vectorised; columns are looped over
+            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                # Some operation cannot be vectorised. Columns are looped over, which raises anything else again.
+                self._vectorised, self.loop_reason = False, str(error).strip().partition("\n")[0]
         return self._vectorised
 
     def _quadratic_form(self, vector: ParamVector, positions: Tensor, sign: int | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from whence.operators import Damped
 from whence.vectors import ParamVector
 
-__all__ = ["residual_norm"]
+__all__ = ["residual_norm", "residual_square"]
 
 
 def residual_norm(
@@ -26,10 +26,25 @@ def residual_norm(
     batch_size: int,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Relative residual ``‖(H + λ)u - g‖ / ‖g‖`` and its standard error, per column.
+    """Relative residual ``‖(H + λ)u - g‖ / ‖g‖`` and its standard error, per column."""
+    square, error = residual_square(A, solution, rhs, batches, batch_size, generator)
+    norm = square.clamp_min(0.0).sqrt()
+    # d√x = dx/2√x, or √dx where x is lost in its error
+    return norm, torch.minimum(error / (2 * norm).clamp_min(1e-30), error.sqrt())
+
+
+def residual_square(
+    A: Damped,
+    solution: ParamVector,
+    rhs: ParamVector,
+    batches: int,
+    batch_size: int,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Unbiased estimate of the squared relative residual, possibly negative, and its standard error.
 
     The error is the most that the batches' noise can cause, when it is all in one direction:
-    ``√(2 / m(m-1))`` times the mean of ``‖r_i‖²``, for the square.
+    ``√(2 / m(m-1))`` times the mean of ``‖r_i‖²``.
     """
     total = rhs.zeros_like()
     squares = torch.zeros_like(rhs.norm())
@@ -40,8 +55,5 @@ def residual_norm(
         del residual  # or it would be held while the next one is computed
     pairs = batches * (batches - 1)
     scale = rhs.dot(rhs).clamp_min(torch.finfo(torch.float64).tiny)
-    square = ((total.dot(total) - squares) / pairs / scale).clamp_min(0.0)
-    error = math.sqrt(2 / pairs) * squares / batches / scale
-    norm = square.sqrt()
-    # d√x = dx/2√x, or √dx where x is lost in its error
-    return norm, torch.minimum(error / (2 * norm).clamp_min(1e-30), error.sqrt())
+    square = (total.dot(total) - squares) / pairs / scale
+    return square, math.sqrt(2 / pairs) * squares / batches / scale

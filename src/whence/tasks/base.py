@@ -12,6 +12,7 @@ Tasks know nothing of parameters: Jacobians, sampling and normalisation live in 
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -150,8 +151,6 @@ class Task(ABC):
 
 def accepts(model: nn.Module, name: str) -> bool:
     """Whether ``model.forward`` takes a keyword argument of this name."""
-    import inspect
-
     parameters = inspect.signature(model.forward).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
