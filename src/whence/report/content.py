@@ -1,0 +1,134 @@
+"""What a page shows, as plain data: `Report` holds `Question`s, which hold `Entry`s, and `Trust`.
+
+Pages are made from these alone, so a saved run can be shown without torch, the model or the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from whence.exhibit import Exhibit
+
+__all__ = ["Entry", "Question", "Report", "Trust"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One training example in a question's ranking.
+
+    Attributes:
+        rank: 1 for the most helpful (or most harmful) example.
+        index: its position in the training data.
+        score, low, high: its score and the ends of its confidence interval.
+        effect, effect_low, effect_high: nats by which the query's loss would change if it were removed.
+        separated: whether its score differs from the next rank's beyond their errors.
+        baseline: the plain gradient dot product, if computed, and ``baseline_rank`` its rank by that.
+        exhibit: what to show of it; None where nothing was kept.
+        token_scores: each token's share of the score, one per token of the exhibit.
+    """
+
+    rank: int
+    index: int
+    score: float
+    low: float
+    high: float
+    effect: float
+    effect_low: float
+    effect_high: float
+    separated: bool
+    baseline: float | None = None
+    baseline_rank: int | None = None
+    exhibit: Exhibit | None = None
+    token_scores: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """One query and the training examples behind it.
+
+    Attributes:
+        number: position among the queries.
+        exhibit: what was asked.
+        loss: the query's loss in nats.
+        helpful, harmful: the ends of the ranking, best or worst first.
+        by_baseline: the ranking's top by plain gradient dot product, if computed.
+        indices: of the scored examples.
+        scores, stderr: of all scored examples, in the order of ``indices``.
+        residual, residual_stderr: of the solve, relative to ‖g‖.
+        converged: whether the solve counts as converged.
+        agreement: mean correlation between the chains' scores, pair by pair.
+        paths: ``[chains, steps]``: gᵀu along every chain, what the solver's path looked like.
+    """
+
+    number: int
+    exhibit: Exhibit
+    loss: float
+    helpful: tuple[Entry, ...]
+    harmful: tuple[Entry, ...]
+    by_baseline: tuple[Entry, ...]
+    indices: npt.NDArray[np.int64]
+    scores: Floats
+    stderr: Floats
+    residual: float
+    residual_stderr: float
+    converged: bool
+    agreement: float
+    paths: Floats | None = None
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Why the solver's result can be believed, or not.
+
+    Attributes:
+        spectrum: name -> (value, standard error): ``trace``, ``frobenius``, ``lambda_max``, ``sampling_constant``.
+        eigenvalues: the top of the spectrum, largest first, or None.
+        plan: ``damping``, ``step_size``, ``batch_size``, ``num_steps``, ``chains``, ``constant``.
+        events: what the solver had to change on the way, in words; empty if nothing.
+        term: what a term is: "example" or "token".
+        num_products, num_term_products: what was spent.
+    """
+
+    spectrum: Mapping[str, tuple[float, float]]
+    eigenvalues: Floats | None
+    plan: Mapping[str, float]
+    events: tuple[str, ...]
+    term: str
+    num_products: int
+    num_term_products: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything on a page.
+
+    Attributes:
+        title: heading.
+        questions: one per query.
+        trust: why to believe it.
+        confidence: of the intervals, such as 0.95.
+        num_examples: training examples in all; ``num_scored`` of them were scored.
+        not_scored: in words, what was left out and why; empty where everything was scored.
+        score_method: how scores were computed, in words.
+        settings: what reproduces the run: name -> value.
+        versions: name -> version.
+        seconds: phase -> duration.
+    """
+
+    title: str
+    questions: tuple[Question, ...]
+    trust: Trust
+    confidence: float
+    num_examples: int
+    num_scored: int
+    not_scored: str
+    score_method: str
+    settings: Mapping[str, str]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
