@@ -1,6 +1,12 @@
 """whence: which training examples made a model say that, and how sure are we?
 
-The steps of an attribution, each usable alone::
+One call from a question to an answer::
+
+    result = whence.attribute(model, train_set, queries, task=whence.LanguageModeling())
+    result.top(5)                    # query, rank, index, score, low, high, removal effect in nats
+    result.to_html("report.html")    # the page to send to a colleague
+
+The steps it is made of, each usable alone::
 
     gnh      = whence.GaussNewton(model, task, train_set)          # a LinearOperator
     spectrum = whence.estimate_spectrum(gnh, generator=g)          # trace, Frobenius, λmax, each ± error
@@ -10,6 +16,8 @@ The steps of an attribution, each usable alone::
 
 from whence import errors
 from whence.allocator import keep_freed_memory
+from whence.attribution import Attribution, attribute, load
+from whence.exhibit import Exhibit
 from whence.gauss_newton import GaussNewton
 from whence.operators import Damped, Dense, FiniteSum, LinearOperator
 from whence.plan import Plan
@@ -19,11 +27,13 @@ from whence.tasks import Classification, ConvexLoss, LanguageModeling, Regressio
 from whence.vectors import ParamVector
 
 __all__ = [
+    "Attribution",
     "Classification",
     "ConvexLoss",
     "Damped",
     "Dense",
     "Estimate",
+    "Exhibit",
     "FiniteSum",
     "GaussNewton",
     "LanguageModeling",
@@ -36,10 +46,12 @@ __all__ = [
     "Solver",
     "Spectrum",
     "Task",
+    "attribute",
     "errors",
     "estimate_spectrum",
     "keep_freed_memory",
     "lanczos",
+    "load",
     "sketch",
 ]
 __version__ = "0.1.0.dev0"

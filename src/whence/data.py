@@ -101,10 +101,20 @@ class TermSet:
 
     def batches(self, positions: Tensor, size: int) -> Iterator[Batch]:
         """Micro-batches of at most ``size`` examples; similar lengths together, to pad little."""
-        if self._lengths is not None and len(positions) > size:
-            positions = positions[self._lengths[positions].argsort()]
+        if len(positions) > size:
+            positions = positions[self.by_length(positions)]
         for chunk in positions.split(size):
             yield self.fetch(chunk)
+
+    def by_length(self, positions: Tensor) -> Tensor:
+        """The order in which examples of similar lengths stand together."""
+        if self._lengths is None:
+            return torch.arange(len(positions))
+        return self._lengths[positions].argsort(stable=True)
+
+    def counts(self) -> Tensor:
+        """Terms of every example, ``[n]``."""
+        return torch.ones(len(self), dtype=torch.long) if self._lengths is None else self._lengths
 
     def look_through(self, count: int) -> None:
         """Read up to ``count`` examples, spread over the data, for the errors that reading raises."""

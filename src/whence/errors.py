@@ -8,9 +8,11 @@
     │   ├── ModelError                   the model: training mode, random outputs, unreadable outputs
     │   ├── ParameterSelectionError      the parameter filter selects nothing it could select
     │   ├── DataError                    an example: NaN, label out of range, shapes that do not stack
-    │   └── VectorError                  a vector that belongs to another model
-    └── SolverError (RuntimeError)       the numbers went wrong during the work
-        └── DivergenceError              a stochastic solve blew up; says why and what to change
+    │   ├── VectorError                  a vector that belongs to another model
+    │   └── RunDirectoryError            a run directory of another configuration or format
+    ├── SolverError (RuntimeError)       the numbers went wrong during the work
+    │   └── DivergenceError              a stochastic solve blew up; says why and what to change
+    └── StorageError (RuntimeError)      a file could not be written: full disk, no permission
 
     WhenceWarning (UserWarning)          the work goes on, but something was changed or looks wrong
 
@@ -24,7 +26,9 @@ __all__ = [
     "ModelError",
     "OptionError",
     "ParameterSelectionError",
+    "RunDirectoryError",
     "SolverError",
+    "StorageError",
     "VectorError",
     "WhenceError",
     "WhenceWarning",
@@ -57,6 +61,14 @@ class DataError(InputError):
 
 class VectorError(InputError):
     """A vector does not belong to this model, or holds NaN or infinity."""
+
+
+class RunDirectoryError(InputError):
+    """A run directory cannot be used: another configuration, another format, or unfinished."""
+
+
+class StorageError(WhenceError, RuntimeError):
+    """A file could not be written; what was written before is not lost."""
 
 
 class SolverError(WhenceError, RuntimeError):

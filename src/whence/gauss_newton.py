@@ -10,6 +10,8 @@ micro-batch at a time; memory does not grow with the number of terms. Nothing of
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
@@ -27,7 +29,7 @@ from whence.inspection import (
 )
 from whence.operators import LinearOperator
 from whence.products.exact import block_tangents, dual_forward, tangent_only
-from whence.products.finite_difference import FiniteDifferences
+from whence.products.finite_difference import FiniteDifferences, StepMemory
 from whence.products.network import Network, Receiver
 from whence.selection import ParameterFilter, select_parameters
 from whence.tasks import Batch, Task
@@ -186,6 +188,17 @@ class GaussNewton(LinearOperator):
             self.network.pull_back(outputs, leaves, residual, receive)
         return result
 
+    def state(self) -> dict[str, float | None]:
+        """The finite differences' memory of their step, which the next product's rounding depends on."""
+        return {} if self._differences is None else asdict(self._differences.memory)
+
+    def restore_state(self, state: Mapping[str, float | None]) -> None:
+        if state:
+            epsilon = state["epsilon"]
+            assert epsilon is not None
+            memory = StepMemory(state["gain"], state["curvature"], epsilon)
+            self.differences(self.terms.fetch(self.terms.longest(2))).memory = memory
+
     def gradients(self, queries: Any) -> ParamVector:
         """Gradients of the query losses, one column per query.
 
@@ -252,7 +265,7 @@ class GaussNewton(LinearOperator):
         self, batch: Batch, block: ParamVector, sign: int | None, out: ParamVector, weight: float
     ) -> None:
         """The same for several vectors, which share the pass at θ and its graph."""
-        if self.product == "exact" and self._can_vectorise(batch, block):
+        if self.product == "exact" and self.vectorises(batch, block):
             self._vectorised_product(batch, block, out, weight)
             return
         columns = block.unstack()
@@ -275,17 +288,21 @@ class GaussNewton(LinearOperator):
         leaves = self.network.leaves()
         outputs = self.network.outputs(batch, leaves)
         check_finite(outputs)
-        chunk = self._columns_at_once(outputs, block)
-        starts = range(0, block.columns or 1, chunk)
-        for start in starts:
-            columns = slice(start, start + chunk)
-            part = _slice_columns(block, columns)
-            tangents = block_tangents(self.network, batch, part)
+        start = 0
+        for tangents in self.tangents(outputs, batch, block):
             cotangents = self.task.hessian_product(outputs.detach(), tangents, batch)
+            stop = start + len(tangents)
             del tangents
-            receive = _adder(_slice_columns(out, columns), weight)
-            keep_graph = start != starts[-1]
+            receive = _adder(_slice_columns(out, slice(start, stop)), weight)
+            keep_graph = stop < (block.columns or 1)
             self.network.pull_back(outputs, leaves, cotangents, receive, keep_graph=keep_graph)
+            start = stop
+
+    def tangents(self, outputs: Tensor, batch: Batch, block: ParamVector) -> Iterator[Tensor]:
+        """``J u`` for the columns of a block, ``[columns, *outputs]``, as many at a time as fit in memory."""
+        chunk = self._columns_at_once(outputs, block)
+        for start in range(0, block.columns or 1, chunk):
+            yield block_tangents(self.network, batch, _slice_columns(block, slice(start, start + chunk)))
 
     def _columns_at_once(self, outputs: Tensor, block: ParamVector) -> int:
         """Columns whose tangents, gradients and activations' tangents fit in the budget."""
@@ -293,7 +310,8 @@ class GaussNewton(LinearOperator):
         per_column = outputs.numel() * outputs.element_size() * 4 + block.nbytes // columns
         return max(1, min(columns, ACTIVATION_BUDGET // max(per_column, 1)))
 
-    def _can_vectorise(self, batch: Batch, block: ParamVector) -> bool:
+    def vectorises(self, batch: Batch, block: ParamVector) -> bool:
+        """Whether the columns of a block can share one pass: found out by trying, once."""
         if self._vectorised is None:
             try:
                 block_tangents(self.network, batch, _slice_columns(block, slice(0, 1)))

@@ -8,7 +8,7 @@ answers are known in closed form. Damping has one home, `Damped`; nothing else a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -67,6 +67,13 @@ class LinearOperator(ABC):
     def sample_factor(self, batch_size: int, generator: torch.Generator) -> ParamVector:
         """A random vector ``g`` with ``E[g gᵀ] = A``, computed from about ``batch_size`` terms."""
         raise OptionError(f"{type(self).__name__} cannot draw vectors g with E[g gᵀ] = A")
+
+    def state(self) -> dict[str, float | None]:
+        """What earlier products left behind that later ones depend on: needed to repeat a run bit for bit."""
+        return {}
+
+    def restore_state(self, state: Mapping[str, float | None]) -> None:  # noqa: B027 (most operators have none)
+        """Take back what `state` returned."""
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raise `OptionError` unless ``1 ≤ batch_size ≤ num_terms``."""

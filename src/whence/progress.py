@@ -15,8 +15,13 @@ T = TypeVar("T")
 
 
 @contextmanager
-def ticker(description: str, total: int) -> Iterator[Callable[[], None]]:
+def ticker(description: str, total: int, *, done: int = 0) -> Iterator[Callable[[], None]]:
     """A function to call after every step; the bar shows steps done and the time left.
+
+    Args:
+        description: what the steps are.
+        total: how many there are.
+        done: how many were done before, in a run that goes on.
 
     Example:
         >>> with ticker("solving", total=3) as tick:
@@ -29,7 +34,7 @@ def ticker(description: str, total: int) -> Iterator[Callable[[], None]]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(description, total=total)
+        task = bar.add_task(description, total=total, completed=done)
         yield lambda: bar.advance(task)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from whence.errors import VectorError
 from whence.operators import Damped
+from whence.plan import Plan
 from whence.spectrum import Estimate
 from whence.vectors import ParamVector
 
@@ -30,6 +31,8 @@ class Solution:
         num_products: sampled products spent, all chains together.
         num_term_products: terms gone through in them.
         events: what the solver had to change on the way, in words.
+        plan: the settings in force at the end.
+        paths: gᵀu along every chain, ``[chains, steps, columns]``: what the way looked like.
     """
 
     value: ParamVector
@@ -40,6 +43,8 @@ class Solution:
     num_products: int
     num_term_products: int
     events: tuple[str, ...] = field(default=())
+    plan: Plan | None = None
+    paths: Tensor | None = None
 
     @property
     def stderr(self) -> ParamVector:

@@ -32,20 +32,11 @@ from whence.plan import Plan
 from whence.progress import ticker
 from whence.solvers.base import Solution, Solver, check_right_hand_side
 from whence.solvers.divergence import Divergence, answer, left_the_ball
+from whence.solvers.journal import Chain, Journal, SolveState
 from whence.solvers.residual import residual_norm
 from whence.vectors import ParamVector
 
 __all__ = ["Chain", "Lissa"]
-
-
-@dataclass
-class Chain:
-    """One chain of LiSSA in flight: everything that is needed to go on from here."""
-
-    iterate: ParamVector
-    average: ParamVector
-    step: int
-    generator: torch.Generator
 
 
 @dataclass(frozen=True)
@@ -85,48 +76,72 @@ class Lissa(Solver):
         if self.residual_batches < 2:
             raise OptionError(f"residual_batches is {self.residual_batches}; an estimate needs at least 2")
 
-    def solve(self, A: Damped, rhs: ParamVector, *, generator: torch.Generator) -> Solution:
+    def solve(
+        self, A: Damped, rhs: ParamVector, *, generator: torch.Generator, journal: Journal | None = None
+    ) -> Solution:
         """Solve ``A u = g`` for one right-hand side or a block; a block shares every batch.
 
         Args:
             A: the damped operator; its damping must be the plan's.
             rhs: g.
             generator: all randomness comes from here.
+            journal: keeps the solve safe on its way, and hands it back to go on with.
         """
         self._check(A)
         check_right_hand_side(A, rhs)
-        plan, products, terms = self.plan, 0, 0
-        events: list[str] = []
-        seeds = torch.randint(2**62, (plan.chains,), generator=generator, device=generator.device).tolist()
-        finished: list[ParamVector] = []
-        while len(finished) < plan.chains:
-            chain = self.start(A, rhs, seeds[len(finished)])
-            with ticker(f"chain {len(finished) + 1} of {plan.chains}", plan.num_steps) as tick:
-                diverged = self.advance(chain, A, rhs, plan, on_step=tick)
-            products += chain.step
-            terms += chain.step * plan.batch_size
-            if diverged is None:
-                finished.append(chain.average)
-                del chain  # its iterate is not needed any more, and is a copy of the model
-                continue
-            # All chains must estimate the same thing with the same settings: begin again with better ones.
-            plan = answer(diverged, A, plan, attempt=len(events), recover=self.recover)
-            events.append(f"{diverged.message} Starting again with {_settings(plan)}.")
-            warnings.warn(events[-1], WhenceWarning, stacklevel=2)
-            finished.clear()
-        value = _mean(finished)
+        state = None if journal is None else journal.restore()
+        if state is None:
+            state = SolveState.begin(self.plan, generator)
+        else:
+            generator.set_state(state.generator)
+            A.operator.restore_state(state.operator)
+        while len(state.finished) < state.plan.chains:
+            self._run_chain(A, rhs, state, journal)
+        value = _mean(state.finished)
+        plan = state.plan
         batch = min(4 * plan.batch_size, A.num_terms)
         residual, stderr = residual_norm(A, value, rhs, self.residual_batches, batch, generator)
         return Solution(
             value=value,
-            chains=tuple(finished),
+            chains=tuple(state.finished),
             residual=residual,
             residual_stderr=stderr,
             converged=residual - 2 * stderr <= self.tolerance,
-            num_products=products + self.residual_batches,
-            num_term_products=terms + self.residual_batches * batch,
-            events=tuple(events),
+            num_products=state.products + self.residual_batches,
+            num_term_products=state.terms + self.residual_batches * batch,
+            events=tuple(state.events),
+            plan=plan,
+            paths=torch.tensor(state.paths, dtype=torch.float64),
         )
+
+    def _run_chain(self, A: Damped, rhs: ParamVector, state: SolveState, journal: Journal | None) -> None:
+        """Begin or go on with the next chain, to its end; or begin all again more cautiously if it diverges."""
+        number, plan = len(state.finished), state.plan
+        if state.chain is None:
+            state.chain = self.start(A, rhs, state.seeds[number])
+            state.paths.append([])
+        chain, path = state.chain, state.paths[number]
+        with ticker(f"chain {number + 1} of {plan.chains}", plan.num_steps, done=chain.step) as tick:
+
+            def on_step() -> None:
+                path.append(chain.iterate.dot(rhs).reshape(-1).tolist())
+                state.operator = A.operator.state()
+                if journal is not None:
+                    journal.record(state)
+                tick()
+
+            diverged = self.advance(chain, A, rhs, plan, on_step=on_step)
+        state.chain = None  # its iterate is not needed any more, and is a copy of the model
+        state.products += chain.step
+        state.terms += chain.step * plan.batch_size
+        if diverged is None:
+            state.finished.append(chain.average)
+        else:
+            state.begin_again(answer(diverged, A, plan, attempt=len(state.events), recover=self.recover))
+            state.events.append(f"{diverged.message} Starting again with {_settings(state.plan)}.")
+            warnings.warn(state.events[-1], WhenceWarning, stacklevel=3)
+        if journal is not None:
+            journal.record(state, now=True)
 
     def start(self, A: Damped, rhs: ParamVector, seed: int) -> Chain:
         """A chain at ``u⁰ = g/λ`` with a random stream of its own."""
@@ -153,12 +168,12 @@ class Lissa(Solver):
             A_t.add_matvec_(chain.iterate, chain.iterate, -plan.step_size)
             chain.iterate.axpy_(plan.step_size, rhs)
             chain.step += 1
-            if on_step is not None:
-                on_step()
             if left_the_ball(chain.iterate, radius):
                 return Divergence(chain.iterate, chain.step, radius, A, plan)
             if self.average == "tail" and chain.step > burn_in:
                 chain.average.lerp_(chain.iterate, 1 / (chain.step - burn_in))
+            if on_step is not None:
+                on_step()
         return None
 
     def _check(self, A: Damped) -> None:

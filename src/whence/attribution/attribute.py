@@ -1,0 +1,262 @@
+"""`attribute`: from a question to the training examples behind the answer.
+
+    gradients of the queries → spectrum → plan → solve, all queries together → scores of every example → what to show
+
+The phases are in `whence.attribution.phases`, in this order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from whence.attribution import phases
+from whence.attribution.exhibits import Describe, exhibit_of
+from whence.attribution.result import Attribution
+from whence.attribution.saving import load, write_result
+from whence.attribution.settings import Settings, SolverChoice
+from whence.attribution.showing import ask, describer, ends_of_rankings, token_shares
+from whence.data import TermSet
+from whence.errors import DataError, OptionError
+from whence.gauss_newton import GaussNewton, Product
+from whence.scoring import Method, Scorer
+from whence.selection import ParameterFilter
+from whence.store import Run
+from whence.store.fingerprint import of_data, of_model, of_value
+from whence.store.run import environment
+from whence.tasks import LanguageModeling, Task
+
+__all__ = ["Candidates", "attribute"]
+
+
+class Shortlist(Protocol):
+    """Some of the training examples, chosen somehow; see `whence.candidates`."""
+
+    @property
+    def positions(self) -> Sequence[int] | Tensor:
+        """Which."""
+
+    def describe(self) -> str:
+        """How they were chosen and what was left out, in words."""
+
+
+Candidates = Shortlist | Sequence[int] | Tensor
+
+
+def attribute(
+    model: nn.Module,
+    train: Any,
+    queries: Any,
+    *,
+    task: Task,
+    damping: float | Literal["auto"] = "auto",
+    params: ParameterFilter | None = None,
+    solver: SolverChoice = "auto",
+    product: Product = "auto",
+    chains: int = 4,
+    refine: float = 2.0,
+    method: Method = "auto",
+    candidates: Candidates | None = None,
+    baseline: bool = True,
+    shown: int = 20,
+    describe: Describe | None = None,
+    tokenizer: Any = None,
+    class_names: Sequence[str] | None = None,
+    title: str = "Which training examples are behind this?",
+    seed: int = 0,
+    micro_batch: int | None = None,
+    run_dir: str | Path | None = None,
+    checkpoint_seconds: float = 30.0,
+    part_size: int | None = None,
+) -> Attribution:
+    """Which training examples made the model say this, and how sure are we?
+
+    Args:
+        model: any module in evaluation mode; it is not modified.
+        train: its training data, a map-style data set of ``(x, y)`` or dicts with ``input_ids``. Read as it is
+            needed, never held in memory.
+        queries: examples whose loss is to be explained: a sequence like the training data, such as
+            ``[task.query(prompt, completion)]``.
+        task: what the model's outputs mean.
+        damping: λ, or ``"auto"``: λmax/200, from the measured spectrum (`whence.plan.auto_damping`).
+        params: which parameters: a predicate on names or glob patterns; all trainable ones by default.
+        solver: ``"auto"`` or ``"lissa"``: LiSSA under a plan made from the measured spectrum; or a `Lissa` with a
+            plan of your own.
+        product: how Gauss-Newton products are computed; see `GaussNewton`.
+        chains: independent solves: their mean is the answer, their spread the error bar.
+        refine: cost of each chain, as a multiple of the paper's plan.
+        method: how to score; see `whence.scoring.Scorer`.
+        candidates: score only these: positions, or a shortlist of `whence.candidates`. The result says what was
+            left out. The solve is about all of the data in any case.
+        baseline: also compute plain gradient dot products, to compare with.
+        shown: examples at each end of a ranking whose text or picture is kept for the page.
+        describe: what to show of an example: ``(example, index) -> Exhibit``. By default the data's own
+            ``exhibit(index)`` where there is one, else a guess from tokens, pictures and labels.
+        tokenizer: turns tokens into words on the page.
+        class_names: labels in words on the page.
+        title: of the page.
+        seed: of all random numbers.
+        micro_batch: examples per pass; by default as many as fit.
+        run_dir: a directory that makes the run resumable: the same call goes on where it was interrupted, and
+            ends in the same numbers.
+        checkpoint_seconds: how often the solver's state is written there.
+        part_size: examples per part of the scores written there; by default about a minute's work.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(2, 3).eval()
+        >>> train = [(torch.randn(2), i % 3) for i in range(30)]
+        >>> result = attribute(model, train, train[:1], task=Classification())
+        >>> result.scores.shape
+        torch.Size([1, 30])
+        >>> result.top(1)[0].index  # nothing helps an example like itself
+        0
+    """
+    settings = Settings(
+        damping=damping,
+        solver=solver,
+        product=product,
+        chains=chains,
+        refine=refine,
+        method=method,
+        baseline=baseline,
+        shown=shown,
+        seed=seed,
+        micro_batch=micro_batch,
+    )
+    gnh = GaussNewton(model, task, train, params=params, product=product, micro_batch=micro_batch)
+    asked = _questions(queries, gnh)
+    positions, not_scored = _choose(candidates, len(gnh.terms))
+    config = settings.config() | _identity(gnh, asked, positions, not_scored, title)
+    run = Run(run_dir, config)
+    if run.path is not None and (run.path / "result.json").exists():
+        return load(run.path)
+    seconds: dict[str, float] = {}
+
+    def guess(example: Any, index: int) -> Any:
+        return exhibit_of(example, index, tokenizer=tokenizer, class_names=class_names)
+
+    with _timed(seconds, "queries"):
+        losses, exhibits = ask(gnh, asked, describer(queries, guess), class_names)
+        rhs = phases.query_gradients(run, gnh, asked)
+    with _timed(seconds, "spectrum"):
+        plan = phases.make_plan(run, gnh, settings)
+    with _timed(seconds, "solve"):
+        solve, solved = phases.solve(run, gnh, plan, rhs, settings, checkpoint_seconds)
+    with _timed(seconds, "scores"):
+        scorer = Scorer(gnh, phases.directions(solved, rhs if baseline else None), method=method)
+        parts = phases.parts_of(scorer, positions, part_size)
+        scores = phases.score(run, scorer, parts, len(solved), len(asked))
+        score_method = scorer.describe()
+        del scorer  # a copy of all solutions
+    with _timed(seconds, "page"):
+        ends = ends_of_rankings(scores, shown)
+        describe_one = (
+            describer(train, describe or guess) if describe is None else lambda i: describe(train[i], i)
+        )
+        shown_indices = sorted({int(scores.indices[position]) for end in ends for position in end})
+        tokens = {}
+        if isinstance(task, LanguageModeling):
+            wanted = [sorted(int(positions[position]) for position in end) for end in ends]
+            tokens = token_shares(gnh, solved, wanted)
+    result = Attribution(
+        chain_scores=scores.chains,
+        indices=scores.indices,
+        terms=scores.terms,
+        num_examples=len(gnh.terms),
+        num_terms=gnh.num_terms,
+        dot_products=scores.dots,
+        query_losses=losses,
+        solve=solve,
+        queries=exhibits,
+        exhibits={index: describe_one(index) for index in shown_indices},
+        token_scores=tokens,
+        not_scored=not_scored,
+        score_method=score_method,
+        title=title,
+        settings=config,
+        versions=environment(),
+        seconds=seconds,
+    )
+    if run.path is not None:
+        write_result(result, run.path, parts=len(parts))
+    return result
+
+
+def _questions(queries: Any, gnh: GaussNewton) -> TermSet:
+    if isinstance(queries, (dict, tuple, Tensor, nn.Module)):
+        raise DataError(
+            f"queries are a {type(queries).__name__}; give a list of examples, even if there is only one: [query]"
+        )
+    try:
+        terms = TermSet(queries, gnh.task, gnh.network.device)
+    except DataError as error:
+        raise DataError(f"the queries cannot be used: {error}") from error
+    terms.width = gnh.terms.width
+    limit = _context(gnh.network.model) if isinstance(gnh.task, LanguageModeling) else None
+    if limit is not None:
+        for number in range(len(terms)):
+            length = terms.fetch(torch.tensor([number])).targets.shape[1]
+            if length > limit:
+                raise DataError(
+                    f"query {number} has {length} tokens, the model's context holds {limit}; shorten its prompt"
+                )
+    return terms
+
+
+def _context(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _choose(candidates: Candidates | None, examples: int) -> tuple[Tensor, str]:
+    """Positions to score, and what is left out, in words."""
+    if candidates is None:
+        return torch.arange(examples), ""
+    given = candidates.positions if hasattr(candidates, "positions") else candidates
+    positions = torch.as_tensor(given, dtype=torch.long).flatten().unique()
+    if len(positions) == 0:
+        raise OptionError("the list of candidates is empty; give at least one, or None for all examples")
+    if int(positions[0]) < 0 or int(positions[-1]) >= examples:
+        wrong = int(positions[0]) if int(positions[0]) < 0 else int(positions[-1])
+        raise OptionError(
+            f"candidate {wrong} does not exist: the training data are numbered 0..{examples - 1}"
+        )
+    if len(positions) == examples:
+        return positions, ""
+    described = candidates.describe() if hasattr(candidates, "describe") else ""
+    left = f"{len(positions):,} of {examples:,} examples were scored, as asked for; the others have no score"
+    return positions, described or left
+
+
+def _identity(
+    gnh: GaussNewton, queries: TermSet, positions: Tensor, not_scored: str, title: str
+) -> dict[str, Any]:
+    """What a run is about, for recognising its directory."""
+    names = list(gnh.network.parameters)
+    return {
+        "model": f"{type(gnh.network.model).__name__} {of_model(gnh.network.model)}",
+        "task": type(gnh.task).__name__,
+        "train": f"{len(gnh.terms)} examples {of_data(gnh.terms.data)}",
+        "queries": f"{len(queries)} {of_data(queries.data)}",
+        "params": f"{len(names)} tensors, {gnh.num_parameters} parameters {of_value(names)}",
+        "candidates": f"{len(positions)} {of_value(positions)}" if not_scored else "all",
+        "title": title,
+    }
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - begun

@@ -1,0 +1,140 @@
+"""Rankings with confidence: who is first, by how much, and whether the order means anything.
+
+Two scores of one query share much of their error, since they come from the same solution. So whether ranks are
+*separated* is judged by the difference, chain by chain: ``d_c = s_c(i) - s_c(j)`` over m independent chains, against
+Student's t with m - 1 degrees of freedom.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, overload
+
+import torch
+from scipy.special import stdtrit
+from torch import Tensor
+
+from whence.errors import OptionError, WhenceError
+
+__all__ = ["Ranking", "Row", "half_width", "import_pandas", "rank_examples", "separated"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example's place in the ranking of one query.
+
+    Attributes:
+        query: which query.
+        rank: 1 is the most helpful, or the most harmful where those were asked for.
+        index: position in the training data.
+        score, low, high: with its confidence interval.
+        effect, effect_low, effect_high: nats by which the query's loss would change without this example.
+        separated: whether the next rank is lower beyond the errors.
+        dot_product, dot_product_rank: what the plain gradient dot product says; None if not computed.
+    """
+
+    query: int
+    rank: int
+    index: int
+    score: float
+    low: float
+    high: float
+    effect: float
+    effect_low: float
+    effect_high: float
+    separated: bool
+    dot_product: float | None = None
+    dot_product_rank: int | None = None
+
+
+class Ranking(Sequence[Row]):
+    """Rows of one or several queries; prints as a table."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = tuple(rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Ranking: ...
+    def __getitem__(self, index: int | slice) -> Row | Ranking:
+        return Ranking(self._rows[index]) if isinstance(index, slice) else self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def of_query(self, query: int) -> Ranking:
+        """The rows of one query."""
+        return Ranking([row for row in self._rows if row.query == query])
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with a column for every attribute of `Row`."""
+        return import_pandas().DataFrame([asdict(row) for row in self._rows])
+
+    def __str__(self) -> str:
+        lines = [f"{'query':>5} {'rank':>4} {'index':>8} {'score':>10} {'interval':>23} {'removal':>12}"]
+        for row in self._rows:
+            interval = f"[{row.low:.4g}, {row.high:.4g}]"
+            tie = "" if row.separated else "  ≈ next"
+            lines.append(
+                f"{row.query:>5} {row.rank:>4} {row.index:>8} {row.score:>10.4g} {interval:>23} "
+                f"{row.effect:>+8.2g} nat{tie}"
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def half_width(stderr: Tensor, degrees_of_freedom: int, confidence: float) -> Tensor:
+    """Half of a Student-t confidence interval."""
+    if not 0 < confidence < 1:
+        raise OptionError(f"confidence is {confidence}; it is a probability, such as 0.95")
+    return stderr * float(stdtrit(degrees_of_freedom, 0.5 + confidence / 2))
+
+
+def separated(first: Tensor, second: Tensor, confidence: float) -> Tensor:
+    """Whether ``first`` exceeds ``second``, both ``[chains, …]``, beyond the errors of their difference."""
+    difference = first - second
+    chains = len(difference)
+    stderr = difference.std(0) / math.sqrt(chains)
+    result: Tensor = difference.mean(0) > half_width(stderr, chains - 1, confidence)
+    return result
+
+
+def rank_examples(
+    chains: Tensor, k: int, *, harmful: bool, confidence: float
+) -> list[tuple[int, float, bool]]:
+    """The first k columns of one query's scores ``[chains, n]``: position, half width, separated."""
+    sign = -1.0 if harmful else 1.0
+    mean = chains.mean(0)
+    count = min(k + 1, len(mean))  # one more, to compare the last with
+    order = _stable_top(sign * mean, count)
+    chosen = chains[:, order]
+    stderr = chosen.std(0) / math.sqrt(len(chains))
+    width = half_width(stderr, len(chains) - 1, confidence)
+    apart = separated(sign * chosen[:, :-1], sign * chosen[:, 1:], confidence).tolist()
+    apart += [True] * (min(k, len(mean)) - len(apart))  # the very last has no next to be confused with
+    return [(int(position), float(width[i]), bool(apart[i])) for i, position in enumerate(order[:k].tolist())]
+
+
+def _stable_top(values: Tensor, count: int) -> Tensor:
+    """Positions of the largest values, equal ones by position, so that a ranking is reproducible."""
+    if len(values) <= 100_000:
+        return values.argsort(descending=True, stable=True)[:count]
+    threshold = torch.topk(values, count).values[-1]
+    above = (values >= threshold).nonzero().flatten()
+    return above[values[above].argsort(descending=True, stable=True)][:count]
+
+
+def import_pandas() -> Any:
+    """Pandas, or what to do about its absence."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise WhenceError("this needs pandas; install it: pip install pandas") from error
+    return pandas

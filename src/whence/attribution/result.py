@@ -1,0 +1,273 @@
+"""`Attribution`: every score with its error bar, and what it takes to believe, rank, show and save them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whence.attribution.ranking import Ranking, Row, half_width, import_pandas, rank_examples, separated
+from whence.errors import OptionError
+from whence.exhibit import Exhibit
+from whence.plan import Plan
+
+__all__ = ["Attribution", "Solve"]
+
+
+@dataclass(frozen=True)
+class Solve:
+    """How the solver fared, without its vectors.
+
+    Attributes:
+        plan: settings in force at the end, and the spectrum they came from.
+        residual, residual_stderr: ``‖(H+λ)u - g‖ / ‖g‖`` on held-out data, per query.
+        converged: per query.
+        num_products, num_term_products: spent.
+        events: what had to be changed on the way.
+        paths: gᵀu along every chain, ``[chains, steps, queries]``.
+    """
+
+    plan: Plan
+    residual: Tensor
+    residual_stderr: Tensor
+    converged: Tensor
+    num_products: int
+    num_term_products: int
+    events: tuple[str, ...]
+    paths: Tensor
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Scores of training examples for queries: ``score(query, z) = ∇ℓ(query)ᵀ (H + λ)⁻¹ ∇ℓ(z)``.
+
+    Positive: training on z *helped* the query. Removing z changes the query's loss by about
+    ``score · (z's terms / all terms)`` nats: score / n where all examples are equally long. Error bars are the
+    solver's: they bound the distance to the exact damped score, not that from influence to retraining.
+
+    Attributes:
+        chain_scores: scores by every independent chain, ``[chains, queries, scored]``.
+        indices: which training examples were scored.
+        terms: how many terms (tokens) each of them has.
+        num_examples, num_terms: of the whole training data.
+        dot_products: plain gradient dot products, ``[queries, scored]``, or None.
+        query_losses: in nats.
+        solve: how the solver fared.
+        queries: what was asked, to show.
+        exhibits: index -> what to show of a training example; kept for the ends of the rankings.
+        token_scores: (query, index) -> each token's share of the score, for the same.
+        not_scored: what was left out and why, in words; empty where everything was scored.
+        score_method: how scores were computed, in words.
+        title: of the page.
+        settings: what was asked for: name -> value.
+        versions: environment: name -> version.
+        seconds: phase -> duration.
+    """
+
+    chain_scores: Tensor
+    indices: Tensor
+    terms: Tensor
+    num_examples: int
+    num_terms: int
+    dot_products: Tensor | None
+    query_losses: Tensor
+    solve: Solve
+    queries: tuple[Exhibit, ...]
+    exhibits: Mapping[int, Exhibit]
+    token_scores: Mapping[tuple[int, int], tuple[float, ...]]
+    not_scored: str
+    score_method: str
+    title: str
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        queries, scored = self.chain_scores.shape[1:]
+        return (
+            f"Attribution({queries} {'query' if queries == 1 else 'queries'}, {scored:,} of "
+            f"{self.num_examples:,} examples scored, λ = {self.solve.plan.damping:.4g}, "
+            f"{int(self.solve.converged.sum())} of {queries} converged)"
+        )
+
+    # --- scores ------------------------------------------------------------------------------------------
+
+    @property
+    def scores(self) -> Tensor:
+        """``[queries, train]``; NaN for examples that were not scored."""
+        return self._spread(self.chain_scores.mean(0))
+
+    @property
+    def stderr(self) -> Tensor:
+        """Standard errors of the scores, ``[queries, train]``."""
+        return self._spread(self._stderr())
+
+    @property
+    def degrees_of_freedom(self) -> int:
+        """Of the standard errors: one less than the number of chains."""
+        return len(self.chain_scores) - 1
+
+    def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Ends of the Student-t confidence intervals, ``[queries, train]`` each."""
+        width = half_width(self.stderr, self.degrees_of_freedom, confidence)
+        return self.scores - width, self.scores + width
+
+    @property
+    def effects(self) -> Tensor:
+        """Nats by which each query's loss would change without each example, ``[queries, train]``."""
+        return self._spread(self.chain_scores.mean(0) * self._effect_per_score())
+
+    @property
+    def gradient_dot_products(self) -> Tensor:
+        """The baseline without a Hessian, ``∇ℓ(query)ᵀ∇ℓ(z)``, ``[queries, train]``."""
+        if self.dot_products is None:
+            raise OptionError("gradient dot products were not computed; run attribute with baseline=True")
+        return self._spread(self.dot_products)
+
+    @property
+    def agreement(self) -> Tensor:
+        """Mean correlation between the scores of two chains, per query: 1 where they agree entirely."""
+        pairs = []
+        for i in range(len(self.chain_scores)):
+            for j in range(i):
+                pairs.append(_correlation(self.chain_scores[i], self.chain_scores[j]))
+        return torch.stack(pairs).mean(0)
+
+    # --- rankings ----------------------------------------------------------------------------------------
+
+    def top(
+        self, k: int = 5, *, query: int | None = None, harmful: bool = False, confidence: float = 0.95
+    ) -> Ranking:
+        """The k most helpful examples (or most harmful) for every query, or for one.
+
+        Each row says whether its rank is separated from the next, given the errors.
+
+        Args:
+            k: how many.
+            query: which query; all by default.
+            harmful: from the other end: examples whose removal would lower the query's loss.
+            confidence: of the intervals and of the separation.
+        """
+        if k < 1:
+            raise OptionError(f"k is {k}; ask for at least one example")
+        queries = self.chain_scores.shape[1]
+        if query is not None and not -queries <= query < queries:
+            raise OptionError(f"query {query} does not exist: there are {queries}, numbered from 0")
+        chosen = range(queries) if query is None else [query % queries]
+        return Ranking([row for q in chosen for row in self._ranked(q, k, harmful, confidence)])
+
+    def row(self, query: int, index: int, *, confidence: float = 0.95) -> Row:
+        """Any scored example's place among the most helpful of a query."""
+        found = (self.indices == index).nonzero().flatten()
+        if len(found) == 0:
+            raise OptionError(
+                f"example {index} was not scored{': ' if self.not_scored else ''}{self.not_scored}"
+            )
+        position, chains = int(found[0]), self.chain_scores[:, query]
+        mean = chains.mean(0)
+        rank = int((mean > mean[position]).sum()) + 1
+        below = mean.masked_fill(mean >= mean[position], -math.inf)
+        following = int(below.argmax())
+        apart = not bool(below[following] > -math.inf) or bool(
+            separated(chains[:, position], chains[:, following], confidence)
+        )
+        width = half_width(self._stderr()[query, position], self.degrees_of_freedom, confidence)
+        return self._row(query, rank, position, float(width), apart, harmful=False)
+
+    def _ranked(self, query: int, k: int, harmful: bool, confidence: float) -> list[Row]:
+        ranked = rank_examples(self.chain_scores[:, query], k, harmful=harmful, confidence=confidence)
+        return [
+            self._row(query, rank, position, width, apart, harmful=harmful)
+            for rank, (position, width, apart) in enumerate(ranked, start=1)
+        ]
+
+    def _row(self, query: int, rank: int, position: int, width: float, apart: bool, *, harmful: bool) -> Row:
+        score = float(self.chain_scores[:, query, position].mean())
+        per_score = float(self._effect_per_score()[position])
+        dot, dot_rank = self._dot(query, position, harmful)
+        return Row(
+            query=query,
+            rank=rank,
+            index=int(self.indices[position]),
+            score=score,
+            low=score - width,
+            high=score + width,
+            effect=score * per_score,
+            effect_low=(score - width) * per_score,
+            effect_high=(score + width) * per_score,
+            separated=apart,
+            dot_product=dot,
+            dot_product_rank=dot_rank,
+        )
+
+    def _dot(self, query: int, position: int, harmful: bool) -> tuple[float | None, int | None]:
+        if self.dot_products is None:
+            return None, None
+        dots = self.dot_products[query]
+        better = dots < dots[position] if harmful else dots > dots[position]
+        return float(dots[position]), int(better.sum()) + 1
+
+    # --- elsewhere ---------------------------------------------------------------------------------------
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame`, one row for each query and scored example, most helpful first."""
+        queries, scored = self.chain_scores.shape[1:]
+        mean, stderr = self.chain_scores.mean(0), self._stderr()
+        width = half_width(stderr, self.degrees_of_freedom, 0.95)
+        columns = {
+            "query": torch.arange(queries).repeat_interleave(scored),
+            "index": self.indices.repeat(queries),
+            "score": mean.flatten(),
+            "stderr": stderr.flatten(),
+            "low": (mean - width).flatten(),
+            "high": (mean + width).flatten(),
+            "effect": (mean * self._effect_per_score()).flatten(),
+        }
+        if self.dot_products is not None:
+            columns["dot_product"] = self.dot_products.flatten()
+        frame = import_pandas().DataFrame({name: column.numpy() for name, column in columns.items()})
+        return frame.sort_values(["query", "score"], ascending=[True, False], ignore_index=True)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the page: one self-contained file. Returns its path."""
+        from whence.attribution.contents import contents
+        from whence.report.page import write
+
+        write(contents(self), Path(path))
+        return Path(path)
+
+    def save(self, directory: str | Path) -> Path:
+        """Write the scores (Parquet) and everything else a page needs; `whence.load` reads it back."""
+        from whence.attribution.saving import save
+
+        save(self, Path(directory))
+        return Path(directory)
+
+    # --- helpers -----------------------------------------------------------------------------------------
+
+    def _stderr(self) -> Tensor:
+        return self.chain_scores.std(0) / math.sqrt(len(self.chain_scores))
+
+    def _effect_per_score(self) -> Tensor:
+        """``terms of z / all terms``, ``[scored]``."""
+        return self.terms.double() / self.num_terms
+
+    def _spread(self, scored: Tensor) -> Tensor:
+        if len(self.indices) == self.num_examples:
+            return scored[:, self.indices.argsort()]
+        result = torch.full((scored.shape[0], self.num_examples), math.nan, dtype=scored.dtype)
+        result[:, self.indices] = scored
+        return result
+
+
+def _correlation(a: Tensor, b: Tensor) -> Tensor:
+    if a.shape[-1] < 2:
+        return torch.ones(a.shape[:-1], dtype=a.dtype)
+    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+    result: Tensor = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)).clamp_min(1e-300)
+    return result

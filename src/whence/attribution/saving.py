@@ -1,0 +1,239 @@
+"""Saving an `Attribution` and loading it again, from what `save` wrote or from a finished run directory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whence.attribution.result import Attribution, Solve
+from whence.errors import RunDirectoryError
+from whence.exhibit import Exhibit
+from whence.plan import Plan
+from whence.spectrum import Estimate, Spectrum
+from whence.store import Run, ScoreParts
+from whence.store.files import read_json, replace_file, write_json
+from whence.store.run import environment, read_config
+from whence.store.scores import PartOfScores
+
+__all__ = [
+    "load",
+    "plan_from_json",
+    "plan_to_json",
+    "save",
+    "spectrum_from_json",
+    "spectrum_to_json",
+    "write_result",
+]
+
+
+def save(result: Attribution, directory: Path) -> None:
+    """Write everything of a result into a new directory (or over an earlier save of the same settings)."""
+    run = Run(directory, dict(result.settings))
+    assert run.path is not None
+    part = PartOfScores(result.indices, result.terms, result.chain_scores, result.dot_products)
+    ScoreParts(run.path / "scores").write(0, part)
+    write_result(result, run.path, parts=1)
+
+
+def write_result(result: Attribution, directory: Path, *, parts: int) -> None:
+    """Write what stands beside the scores; ``result.json`` last, since it says that all is there."""
+    write_shown(result, directory / "shown.parquet")
+    solve = result.solve
+    write_json(
+        directory / "result.json",
+        {
+            "title": result.title,
+            "score_parts": parts,
+            "num_examples": result.num_examples,
+            "num_terms": result.num_terms,
+            "query_losses": result.query_losses.tolist(),
+            "not_scored": result.not_scored,
+            "score_method": result.score_method,
+            "seconds": dict(result.seconds),
+            "solve": {
+                "plan": plan_to_json(solve.plan),
+                "spectrum": spectrum_to_json(solve.plan.spectrum),
+                "residual": solve.residual.tolist(),
+                "residual_stderr": solve.residual_stderr.tolist(),
+                "converged": solve.converged.tolist(),
+                "num_products": solve.num_products,
+                "num_term_products": solve.num_term_products,
+                "events": list(solve.events),
+                "paths": solve.paths.tolist(),
+            },
+        },
+    )
+
+
+def load(directory: str | Path) -> Attribution:
+    """Read a saved attribution, or a finished run directory.
+
+    Raises:
+        RunDirectoryError: where there is none, or its run is not finished.
+    """
+    path = Path(directory)
+    if not (path / "config.json").exists():
+        raise RunDirectoryError(f"{path} holds no run of whence: there is no config.json in it")
+    config = read_config(path)
+    if not (path / "result.json").exists():
+        raise RunDirectoryError(
+            f"the run in {path} is not finished; run the same command again to go on with it"
+        )
+    notes = read_json(path / "result.json")
+    scores = ScoreParts(path / "scores").read_all(notes["score_parts"])
+    queries, exhibits, token_scores = read_shown(path / "shown.parquet")
+    solve = notes["solve"]
+    return Attribution(
+        chain_scores=scores.chains,
+        indices=scores.indices,
+        terms=scores.terms,
+        num_examples=notes["num_examples"],
+        num_terms=notes["num_terms"],
+        dot_products=scores.dots,
+        query_losses=torch.tensor(notes["query_losses"], dtype=torch.float64),
+        solve=Solve(
+            plan=plan_from_json(solve["plan"], spectrum_from_json(solve["spectrum"])),
+            residual=torch.tensor(solve["residual"], dtype=torch.float64),
+            residual_stderr=torch.tensor(solve["residual_stderr"], dtype=torch.float64),
+            converged=torch.tensor(solve["converged"], dtype=torch.bool),
+            num_products=solve["num_products"],
+            num_term_products=solve["num_term_products"],
+            events=tuple(solve["events"]),
+            paths=torch.tensor(solve["paths"], dtype=torch.float64),
+        ),
+        queries=queries,
+        exhibits=exhibits,
+        token_scores=token_scores,
+        not_scored=notes["not_scored"],
+        score_method=notes["score_method"],
+        title=notes["title"],
+        settings=config,
+        versions=read_json(path / "environment.json")
+        if (path / "environment.json").exists()
+        else environment(),
+        seconds=notes["seconds"],
+    )
+
+
+# --- what pages show ---------------------------------------------------------------------------------------
+
+_FIELDS = [field.name for field in fields(Exhibit)]
+
+
+def write_shown(result: Attribution, path: Path) -> None:
+    """Exhibits of queries and examples, and token scores, as one Parquet table."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = [
+        {"kind": "query", "query": q, "index": -1, **asdict(exhibit)}
+        for q, exhibit in enumerate(result.queries)
+    ]
+    rows += [
+        {"kind": "example", "query": -1, "index": index, **asdict(exhibit)}
+        for index, exhibit in result.exhibits.items()
+    ]
+    rows += [
+        {"kind": "tokens", "query": query, "index": index, "token_scores": list(scores)}
+        for (query, index), scores in result.token_scores.items()
+    ]
+    types = {name: pa.string() for name in _FIELDS} | {
+        "tokens": pa.list_(pa.string()),
+        "image": pa.binary(),
+    }
+    schema = pa.schema(
+        [("kind", pa.string()), ("query", pa.int32()), ("index", pa.int64())]
+        + [(name, types[name]) for name in _FIELDS]
+        + [("token_scores", pa.list_(pa.float64()))]
+    )
+    table = pa.Table.from_pylist([_encodable(row) for row in rows], schema=schema)
+    replace_file(path, lambda temporary: pq.write_table(table, temporary))
+
+
+def read_shown(
+    path: Path,
+) -> tuple[tuple[Exhibit, ...], dict[int, Exhibit], dict[tuple[int, int], tuple[float, ...]]]:
+    """Inverse of `write_shown`."""
+    import pyarrow.parquet as pq
+
+    queries: list[Exhibit] = []
+    exhibits: dict[int, Exhibit] = {}
+    token_scores: dict[tuple[int, int], tuple[float, ...]] = {}
+    for row in pq.read_table(path, partitioning=None).to_pylist():
+        if row["kind"] == "tokens":
+            token_scores[row["query"], row["index"]] = tuple(row["token_scores"])
+            continue
+        tokens = row["tokens"]
+        exhibit = Exhibit(
+            **{**{n: row[n] for n in _FIELDS}, "tokens": None if tokens is None else tuple(tokens)}
+        )
+        if row["kind"] == "query":
+            queries.append(exhibit)
+        else:
+            exhibits[row["index"]] = exhibit
+    return tuple(queries), exhibits, token_scores
+
+
+def _encodable(row: dict[str, Any]) -> dict[str, Any]:
+    """Half of a surrogate pair, as some decoders produce, cannot be stored: show it as unreadable."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.encode("utf-8", "replace").decode("utf-8")
+        return [clean(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return {name: clean(value) for name, value in row.items()}
+
+
+# --- spectrum and plan -------------------------------------------------------------------------------------
+
+
+def spectrum_to_json(spectrum: Spectrum) -> dict[str, Any]:
+    """Numbers, and pairs of a number and its error."""
+
+    def pair(estimate: Estimate | None) -> list[float] | None:
+        return None if estimate is None else [estimate.value, estimate.stderr]
+
+    return {
+        "trace": pair(spectrum.trace),
+        "frobenius": pair(spectrum.frobenius),
+        "lambda_max": pair(spectrum.lambda_max),
+        "sampling_constant": pair(spectrum.sampling_constant),
+        "eigenvalues": None if spectrum.eigenvalues is None else spectrum.eigenvalues.tolist(),
+        "num_parameters": spectrum.num_parameters,
+        "seconds_per_term": spectrum.seconds_per_term,
+    }
+
+
+def spectrum_from_json(value: dict[str, Any]) -> Spectrum:
+    """Inverse of `spectrum_to_json`."""
+
+    def estimate(pair: list[float]) -> Estimate:
+        return Estimate(pair[0], pair[1])
+
+    constant, eigenvalues = value["sampling_constant"], value["eigenvalues"]
+    return Spectrum(
+        trace=estimate(value["trace"]),
+        frobenius=estimate(value["frobenius"]),
+        lambda_max=estimate(value["lambda_max"]),
+        sampling_constant=None if constant is None else estimate(constant),
+        eigenvalues=None if eigenvalues is None else torch.tensor(eigenvalues, dtype=torch.float64),
+        num_parameters=value["num_parameters"],
+        seconds_per_term=value["seconds_per_term"],
+    )
+
+
+_PLAN = ("damping", "step_size", "batch_size", "num_steps", "chains", "constant")
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """The plan's numbers, without its spectrum."""
+    return {name: getattr(plan, name) for name in _PLAN}
+
+
+def plan_from_json(value: dict[str, Any], spectrum: Spectrum) -> Plan:
+    """Inverse of `plan_to_json`."""
+    return Plan(spectrum=spectrum, **value)

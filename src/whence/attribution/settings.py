@@ -1,0 +1,77 @@
+"""What can be asked of `attribute`, checked before any work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from whence.errors import OptionError
+from whence.gauss_newton import Product
+from whence.scoring import Method
+from whence.solvers import Lissa
+
+__all__ = ["Settings", "SolverChoice"]
+
+SolverChoice = Literal["auto", "lissa"] | Lissa
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers and names behind an attribution; `whence.attribute` explains each."""
+
+    damping: float | Literal["auto"] = "auto"
+    solver: SolverChoice = "auto"
+    product: Product = "auto"
+    chains: int = 4
+    refine: float = 2.0
+    method: Method = "auto"
+    baseline: bool = True
+    shown: int = 20
+    seed: int = 0
+    micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.damping, str):
+            if self.damping != "auto":
+                raise OptionError(f"damping is {self.damping!r}; give a positive number or 'auto' (λmax/200)")
+        elif not 0 < self.damping < math.inf:
+            raise OptionError(f"damping is {self.damping}; give a positive number or 'auto' (λmax/200)")
+        if not isinstance(self.solver, Lissa) and self.solver not in ("auto", "lissa"):
+            raise OptionError(f"solver is {self.solver!r}; it must be 'auto', 'lissa' or a Lissa(plan)")
+        if self.method not in ("auto", "directional", "gradients"):
+            raise OptionError(f"method is {self.method!r}; it must be 'auto', 'directional' or 'gradients'")
+        if isinstance(self.solver, Lissa):
+            plan = self.solver.plan
+            if self.damping != "auto" and self.damping != plan.damping:
+                raise OptionError(
+                    f"damping is {self.damping}, the solver's plan was made for {plan.damping}; give one of them"
+                )
+        if self._chains < 2:
+            raise OptionError(
+                f"chains is {self._chains}; error bars need at least 2 independent chains (4 by default)"
+            )
+        if not self.refine >= 1:
+            raise OptionError(f"refine is {self.refine}; it multiplies the plan's cost and is at least 1")
+        if self.shown < 1:
+            raise OptionError(f"shown is {self.shown}; show at least one example at each end of a ranking")
+
+    @property
+    def _chains(self) -> int:
+        return self.solver.plan.chains if isinstance(self.solver, Lissa) else self.chains
+
+    def config(self) -> dict[str, Any]:
+        """JSON values that identify the settings in a run directory."""
+        solver = self.solver
+        return {
+            "damping": self.damping,
+            "solver": f"{solver!r}" if isinstance(solver, Lissa) else solver,
+            "product": self.product,
+            "chains": self._chains,
+            "refine": self.refine,
+            "method": self.method,
+            "baseline": self.baseline,
+            "shown": self.shown,
+            "seed": self.seed,
+            "micro_batch": self.micro_batch,
+        }

@@ -1,0 +1,105 @@
+"""Which way of scoring is cheaper: a cost model in counted work, never in measured time.
+
+A choice made by a stop-watch would differ between two runs of the same job, and with it the last bits of the
+scores. So the work of one example is *counted*: F floating-point operations and O kernel launches of a
+forward pass, N parameters; and every way is priced in the same currency, the time of one flop inside a large
+matrix product. For k directions and batches of b examples:
+
+    exact, one by one      k (3F + 3cO/b)                      a dual forward is three forwards' work
+    exact, vectorised      F + 2kF + 3cO/b
+    finite differences     k (2F + 2(cO + wN)/b)               each forward also writes the perturbed parameters
+    gradients              s(3F) + 3cO + w(2 + k)N             one example at a time, small matrices; then k products
+
+c: flops in the time of a launch; w: flops in the time to move a number through memory; s: how much slower the
+matrix products of one example run than a batch's. ``python -m benchmarks.scoring`` measures where the ways
+really cross, beside what this model says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from whence.products.network import Network
+from whence.tasks import Batch
+
+__all__ = ["Work", "count_work"]
+
+#: Flops that a device does in the time of (launching one kernel, moving one number through memory).
+_EXCHANGE = {"cpu": (3e5, 15.0), "cuda": (5e7, 40.0)}
+_SLOWER_ALONE = 1.2
+
+
+@dataclass(frozen=True)
+class Work:
+    """The counted work of scoring one example.
+
+    Attributes:
+        flops: of its forward pass.
+        launches: kernels of a forward pass, of one example or of a batch.
+        parameters: N.
+        batch: examples per pass where they can be batched.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+
+    flops: float
+    launches: int
+    parameters: int
+    batch: int
+    device: str = "cpu"
+
+    def directional(self, directions: int, *, exact: bool, vectorised: bool) -> float:
+        """Flops' worth of directional derivatives, per example."""
+        launch, move = _EXCHANGE.get(self.device, _EXCHANGE["cpu"])
+        overhead = launch * self.launches / self.batch
+        if not exact:
+            return directions * (2 * self.flops + 2 * (overhead + move * self.parameters / self.batch))
+        if vectorised:
+            return (1 + 2 * directions) * self.flops + 3 * overhead
+        return directions * (3 * self.flops + 3 * overhead)
+
+    def gradients(self, directions: int) -> float:
+        """Flops' worth of one backward per example and its products with all directions."""
+        launch, move = _EXCHANGE.get(self.device, _EXCHANGE["cpu"])
+        passes = 3 * (_SLOWER_ALONE * self.flops + launch * self.launches)
+        return passes + move * (2 + directions) * self.parameters
+
+    def switch_point(self, *, exact: bool, vectorised: bool) -> int:
+        """The smallest number of directions for which gradients are cheaper."""
+        for directions in range(1, 100_000):
+            if self.gradients(directions) < self.directional(directions, exact=exact, vectorised=vectorised):
+                return directions
+        return 100_000
+
+
+def count_work(network: Network, pilot: Batch, batch: int) -> Work:
+    """Count one forward pass over the pilot."""
+    launches = _Launches()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, launches:
+        network.outputs(pilot)
+    return Work(
+        flops=counter.get_total_flops() / pilot.size,
+        launches=launches.count,
+        parameters=sum(p.numel() for p in network.parameters.values()),
+        batch=batch,
+        device=network.device.type,
+    )
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operations that compute something; views are free."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))

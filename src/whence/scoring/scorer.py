@@ -1,0 +1,128 @@
+"""`Scorer`: ``∇ℓ(z)ᵀu`` for every example z of a data set and every direction u, in the cheapest way.
+
+``ℓ(z)`` is the mean loss of z's terms, as for a query, so ``score(query, z)`` is symmetric in its two arguments. A
+sequence's score is the mean of its tokens' ``∇ℓ_iᵀu``; `Scorer.terms` gives each token's share of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from whence.data import TermSet
+from whence.errors import OptionError
+from whence.gauss_newton import GaussNewton
+from whence.scoring.cost import Work, count_work
+from whence.scoring.directional import DirectionalDerivatives
+from whence.scoring.per_example import gradient_products
+from whence.tasks import Batch
+from whence.vectors import ParamVector
+
+__all__ = ["Method", "Scorer"]
+
+Method = Literal["auto", "directional", "gradients"]
+
+
+class Scorer:
+    """Scores examples along a block of directions, a batch at a time; nothing is kept between batches.
+
+    What an example's scores come out as, bit for bit, depends on the batch it stands in, and on nothing that
+    was computed before.
+
+    Args:
+        gnh: the operator that the directions were solved for; brings the network, task and data.
+        directions: ``u``, a block of k columns.
+        data: what to score; the operator's own data by default.
+        method: ``"directional"`` (forwards only), ``"gradients"`` (one backward per example), or ``"auto"``: by
+            the cost model of `whence.scoring.cost`.
+
+    Example:
+        >>> from whence import Classification
+        >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+        <torch...>
+        >>> model = torch.nn.Linear(2, 3).eval()
+        >>> data = [(torch.tensor([1.0, 2.0]), 0), (torch.tensor([0.0, 1.0]), 2)]
+        >>> gnh = GaussNewton(model, Classification(), data)
+        >>> scorer = Scorer(gnh, gnh.gradients(data))
+        >>> scores = scorer.score(torch.tensor([0, 1]))
+        >>> bool(torch.allclose(scores, scores.T))
+        True
+    """
+
+    def __init__(
+        self, gnh: GaussNewton, directions: ParamVector, *, data: Any = None, method: Method = "auto"
+    ) -> None:
+        if method not in ("auto", "directional", "gradients"):
+            raise OptionError(f"method is {method!r}; it must be 'auto', 'directional' or 'gradients'")
+        if directions.columns is None:
+            directions = ParamVector.stack([directions])
+        gnh.zeros().check_same_space(directions, "direction")
+        self.gnh, self.directions = gnh, directions
+        self.terms = gnh.terms if data is None else TermSet(data, gnh.task, gnh.network.device)
+        self._pilot = self.terms.fetch(self.terms.longest(2))
+        #: The counted work of one example, and what the choice was made from.
+        self.work: Work = count_work(gnh.network, self._pilot, gnh.micro_batch)
+        vectorised = gnh.product == "exact" and gnh.vectorises(self._pilot, directions)
+        self._costs = {
+            "directional": self.work.directional(
+                directions.columns or 1, exact=gnh.product == "exact", vectorised=vectorised
+            ),
+            "gradients": self.work.gradients(directions.columns or 1),
+        }
+        #: ``"directional"`` or ``"gradients"``.
+        self.method: str = min(self._costs, key=self._costs.__getitem__) if method == "auto" else method
+        self._derivatives: DirectionalDerivatives | None = None
+
+    @property
+    def cost(self) -> float:
+        """Flops' worth of work per example, in the chosen way."""
+        return self._costs[self.method]
+
+    def describe(self) -> str:
+        """How scores are computed and why, in words."""
+        how = (
+            f"directional derivatives ({self.gnh.product})"
+            if self.method == "directional"
+            else "one gradient per example"
+        )
+        other = "gradients" if self.method == "directional" else "directional"
+        ratio = self._costs[other] / self._costs[self.method]
+        return f"{how}, {ratio:.2g} times cheaper than the other way for {self.directions.columns} directions"
+
+    def score(self, positions: Tensor) -> Tensor:
+        """``[k, len(positions)]`` in float64."""
+        result = torch.zeros(self.directions.columns or 1, len(positions), dtype=torch.float64)
+        if self.method == "gradients":
+            for column, position in enumerate(positions.tolist()):
+                batch = self.terms.fetch(torch.tensor([position]))
+                result[:, column] = gradient_products(self.gnh, self.directions, batch).cpu()
+            return result
+        for columns in self._batches(positions):
+            batch = self.terms.fetch(positions[columns])
+            totals = self._of_terms(batch).reshape(len(result), batch.size, -1).sum(2)
+            result[:, columns] = (totals / self._term_counts(batch)).cpu()
+        return result
+
+    def term_shares(self, position: int) -> Tensor:
+        """Each term's share of one example's score, ``[k, terms]``; they add up to it.
+
+        For `LanguageModeling`, entry j belongs to the *prediction made at* token j, of token j + 1.
+        """
+        batch = self.terms.fetch(torch.tensor([position]))
+        rows = self._of_terms(batch).reshape(self.directions.columns or 1, -1)
+        return (rows / self._term_counts(batch)).cpu()
+
+    def _of_terms(self, batch: Batch) -> Tensor:
+        if self._derivatives is None:
+            self._derivatives = DirectionalDerivatives(self.gnh, self.directions, self._pilot)
+        return self._derivatives.of_terms(batch)
+
+    def _term_counts(self, batch: Batch) -> Tensor:
+        return self.gnh.task.num_terms(batch).clamp_min(1)
+
+    def _batches(self, positions: Tensor) -> list[Tensor]:
+        """Columns of micro-batches of similar lengths."""
+        order = self.terms.by_length(positions)
+        return list(order.split(self.gnh.micro_batch))

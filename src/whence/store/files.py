@@ -1,0 +1,123 @@
+"""Writing files so that a reader sees the old one or the new one, never half of it.
+
+Everything goes to a temporary file beside its place, is flushed to the disk, and takes its place in one rename. A
+process killed at any moment, or a disk that is full, leaves the old file as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from whence.errors import RunDirectoryError, StorageError
+
+__all__ = ["TEMPORARY", "read_json", "read_tensors", "replace_file", "write_json", "write_tensors"]
+
+#: How temporary files begin; what a killed process left is cleaned up by its prefix.
+TEMPORARY = ".unfinished-"
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Have ``write`` fill a temporary file, then put it in the place of ``path`` at once.
+
+    Raises:
+        StorageError: when the file cannot be written; what was there before is still there.
+    """
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        write(temporary)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except (OSError, SafetensorError) as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        raise StorageError(_explain(path, error)) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON, readable by people."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=True) + "\n"
+    replace_file(path, lambda temporary: _write_text(temporary, text))
+
+
+def read_json(path: Path) -> Any:
+    """Read what `write_json` wrote."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(
+            f"{path} cannot be read ({error}): it was not written by whence, or was changed since. "
+            "Delete the directory and run again"
+        ) from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Write tensors as safetensors, with JSON values as metadata."""
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    notes = {name: json.dumps(value) for name, value in metadata.items()}
+    replace_file(path, lambda temporary: save_file(contiguous, temporary, metadata=notes))
+
+
+def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `write_tensors` wrote."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            metadata = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise RunDirectoryError(
+            f"{path} cannot be read ({error}): it was changed since it was written. "
+            "Delete the directory and run again"
+        ) from error
+    return tensors, metadata
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _sync_directory(path: Path) -> None:
+    # Renames are durable once the directory is; some file systems cannot be asked, and are safe without.
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _explain(path: Path, error: Exception) -> str:
+    code = getattr(error, "errno", None)
+    text = str(error)
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in text or "too large" in text:
+        remedy = "the disk is full. Free some space and run the same command again"
+    elif code in (errno.EACCES, errno.EPERM, errno.EROFS) or "Permission denied" in text:
+        remedy = "the directory cannot be written to. Change its permissions, or choose another one"
+    else:
+        remedy = "mend that and run the same command again"
+    return f"{path} could not be written ({error}): {remedy}; nothing written before is lost"
