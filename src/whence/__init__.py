@@ -21,6 +21,7 @@ from whence.exhibit import Exhibit
 from whence.gauss_newton import GaussNewton
 from whence.operators import Damped, Dense, FiniteSum, LinearOperator
 from whence.plan import Plan
+from whence.similarity import gradient_similarity, influence_similarity
 from whence.solvers import Lissa, Solution, Solver
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum, lanczos, sketch
 from whence.tasks import Classification, ConvexLoss, LanguageModeling, Regression, Task
@@ -49,6 +50,8 @@ __all__ = [
     "attribute",
     "errors",
     "estimate_spectrum",
+    "gradient_similarity",
+    "influence_similarity",
     "keep_freed_memory",
     "lanczos",
     "load",

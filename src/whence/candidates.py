@@ -1,8 +1,8 @@
 """Shortlists: which examples of a large corpus are worth scoring.
 
-Influence costs a gradient per example. A text search over a million examples costs seconds, and finds most of
-the influential ones where queries and training data share words; what it leaves out has no score, and a
-`Shortlist` says so.
+Influence costs a gradient per example; a text search only reads them. But it finds examples by the words they
+share with the queries, which is not influence: what it leaves out may matter, has no score, and a `Shortlist`
+says so.
 """
 
 from __future__ import annotations
@@ -187,9 +187,11 @@ def words(text: str) -> list[str]:
         >>> words("Le Café, 東京都")
         ['le', 'café', '東京', '京都']
     """
+    if text.isascii():  # most of most corpora, and several times faster
+        return re.findall("[a-z0-9]+", text.lower())
     found: list[str] = []
     word, unspaced = _patterns()
-    for run in word.findall(unicodedata.normalize("NFKC", text).casefold()):
+    for run in word.findall(unicodedata.normalize("NFKC", text).casefold().replace("_", " ")):
         if run.isascii():
             found.append(run)
             continue
@@ -206,12 +208,12 @@ def words(text: str) -> list[str]:
 @cache
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
     # Python's \w leaves out combining marks, and with them the vowels of Hindi, Tamil or Thai.
-    marks = "".join(c for c in map(chr, range(0x300, 0x20000)) if unicodedata.category(c)[0] == "M")
+    marks = "".join(c for c in map(chr, range(0x300, 0x10000)) if unicodedata.category(c)[0] == "M")
     unspaced = (
         "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
         "\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # kana, Han
     )
-    return re.compile(f"(?:[^\\W_]|[{re.escape(marks)}])+"), re.compile(f"([{unspaced}]+)")
+    return re.compile(f"\\w+(?:[{re.escape(marks)}]+\\w*)*"), re.compile(f"([{unspaced}]+)")
 
 
 # --- parts -----------------------------------------------------------------------------------------------

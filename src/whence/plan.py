@@ -80,7 +80,7 @@ class Plan:
         Args:
             spectrum: from `whence.estimate_spectrum`, or given.
             damping: λ > 0.
-            C: the constant of condition C.1; give ``spectrum.sampling_constant.upper()`` where it exceeds 2.
+            C: the constant of condition C.1; give ``spectrum.safe_constant`` to plan with what was measured.
             chains: independent runs for the error bars.
             errors: how many standard errors λmax and the trace are raised by.
         """
@@ -126,9 +126,7 @@ class Plan:
         """
         if damping == "auto":
             damping = auto_damping(spectrum)
-        measured = spectrum.sampling_constant
-        constant = 2.0 if measured is None else max(2.0, measured.upper(1.0))
-        plan = cls.from_spectrum(spectrum, damping, C=constant, chains=chains).refined(refine)
+        plan = cls.from_spectrum(spectrum, damping, C=spectrum.safe_constant, chains=chains).refined(refine)
         return plan._within(num_terms)
 
     def _within(self, num_terms: int) -> Plan:

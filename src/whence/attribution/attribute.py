@@ -109,14 +109,16 @@ def attribute(
         part_size: examples per part of the scores written there; by default about a minute's work.
 
     Example:
+        >>> from whence import Classification
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Linear(2, 3).eval()
         >>> train = [(torch.randn(2), i % 3) for i in range(30)]
         >>> result = attribute(model, train, train[:1], task=Classification())
         >>> result.scores.shape
         torch.Size([1, 30])
-        >>> result.top(1)[0].index  # nothing helps an example like itself
-        0
+        >>> best = result.top(1)[0]
+        >>> best.low < best.score < best.high
+        True
     """
     settings = Settings(
         damping=damping,
@@ -150,6 +152,7 @@ def attribute(
     with _timed(seconds, "solve"):
         solve, solved = phases.solve(run, gnh, plan, rhs, settings, checkpoint_seconds)
     with _timed(seconds, "scores"):
+        between = torch.stack([chain.gram(rhs).T for chain in solved])
         scorer = Scorer(gnh, phases.directions(solved, rhs if baseline else None), method=method)
         parts = phases.parts_of(scorer, positions, part_size)
         scores = phases.score(run, scorer, parts, len(solved), len(asked))
@@ -173,6 +176,8 @@ def attribute(
         num_terms=gnh.num_terms,
         dot_products=scores.dots,
         query_losses=losses,
+        query_products=between.cpu(),
+        query_dots=rhs.gram(rhs).cpu(),
         solve=solve,
         queries=exhibits,
         exhibits={index: describe_one(index) for index in shown_indices},

@@ -24,6 +24,7 @@ def contents(result: Attribution, *, confidence: float = 0.95, shown: int = SHOW
         "frobenius": spectrum.frobenius,
         "lambda_max": spectrum.lambda_max,
         "sampling_constant": spectrum.sampling_constant,
+        "top_sampling_constant": spectrum.top_sampling_constant,
     }
     return Report(
         title=result.title,

@@ -15,6 +15,7 @@ from whence.attribution.ranking import Ranking, Row, half_width, import_pandas, 
 from whence.errors import OptionError
 from whence.exhibit import Exhibit
 from whence.plan import Plan
+from whence.similarity import cosines, similarity_of_chains
 
 __all__ = ["Attribution", "Solve"]
 
@@ -57,6 +58,8 @@ class Attribution:
         num_examples, num_terms: of the whole training data.
         dot_products: plain gradient dot products, ``[queries, scored]``, or None.
         query_losses: in nats.
+        query_products: ``∇ℓ(query)ᵀu`` between the queries by every chain, ``[chains, queries, queries]``.
+        query_dots: gradient dot products between them, ``[queries, queries]``.
         solve: how the solver fared.
         queries: what was asked, to show.
         exhibits: index -> what to show of a training example; kept for the ends of the rankings.
@@ -76,6 +79,8 @@ class Attribution:
     num_terms: int
     dot_products: Tensor | None
     query_losses: Tensor
+    query_products: Tensor
+    query_dots: Tensor
     solve: Solve
     queries: tuple[Exhibit, ...]
     exhibits: Mapping[int, Exhibit]
@@ -137,6 +142,14 @@ class Attribution:
             for j in range(i):
                 pairs.append(_correlation(self.chain_scores[i], self.chain_scores[j]))
         return torch.stack(pairs).mean(0)
+
+    def influence_similarity(self) -> tuple[Tensor, Tensor]:
+        """Influence-similarity between the queries and its standard error (`whence.similarity`)."""
+        return similarity_of_chains(self.query_products)
+
+    def gradient_similarity(self) -> Tensor:
+        """Cosines between the queries' gradients."""
+        return cosines(self.query_dots)
 
     # --- rankings ----------------------------------------------------------------------------------------
 

@@ -50,6 +50,8 @@ def write_result(result: Attribution, directory: Path, *, parts: int) -> None:
             "num_examples": result.num_examples,
             "num_terms": result.num_terms,
             "query_losses": result.query_losses.tolist(),
+            "query_products": result.query_products.tolist(),
+            "query_dots": result.query_dots.tolist(),
             "not_scored": result.not_scored,
             "score_method": result.score_method,
             "seconds": dict(result.seconds),
@@ -94,6 +96,8 @@ def load(directory: str | Path) -> Attribution:
         num_terms=notes["num_terms"],
         dot_products=scores.dots,
         query_losses=torch.tensor(notes["query_losses"], dtype=torch.float64),
+        query_products=torch.tensor(notes["query_products"], dtype=torch.float64),
+        query_dots=torch.tensor(notes["query_dots"], dtype=torch.float64),
         solve=Solve(
             plan=plan_from_json(solve["plan"], spectrum_from_json(solve["spectrum"])),
             residual=torch.tensor(solve["residual"], dtype=torch.float64),
@@ -202,6 +206,7 @@ def spectrum_to_json(spectrum: Spectrum) -> dict[str, Any]:
         "frobenius": pair(spectrum.frobenius),
         "lambda_max": pair(spectrum.lambda_max),
         "sampling_constant": pair(spectrum.sampling_constant),
+        "top_sampling_constant": pair(spectrum.top_sampling_constant),
         "eigenvalues": None if spectrum.eigenvalues is None else spectrum.eigenvalues.tolist(),
         "num_parameters": spectrum.num_parameters,
         "seconds_per_term": spectrum.seconds_per_term,
@@ -214,12 +219,15 @@ def spectrum_from_json(value: dict[str, Any]) -> Spectrum:
     def estimate(pair: list[float]) -> Estimate:
         return Estimate(pair[0], pair[1])
 
-    constant, eigenvalues = value["sampling_constant"], value["eigenvalues"]
+    constants = [value["sampling_constant"], value["top_sampling_constant"]]
+    constant, top_constant = (None if pair is None else estimate(pair) for pair in constants)
+    eigenvalues = value["eigenvalues"]
     return Spectrum(
         trace=estimate(value["trace"]),
         frobenius=estimate(value["frobenius"]),
         lambda_max=estimate(value["lambda_max"]),
-        sampling_constant=None if constant is None else estimate(constant),
+        sampling_constant=constant,
+        top_sampling_constant=top_constant,
         eigenvalues=None if eigenvalues is None else torch.tensor(eigenvalues, dtype=torch.float64),
         num_parameters=value["num_parameters"],
         seconds_per_term=value["seconds_per_term"],

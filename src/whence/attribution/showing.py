@@ -20,7 +20,7 @@ from whence.store.scores import PartOfScores
 from whence.tasks.categorical import CategoricalTask
 from whence.vectors import ParamVector
 
-__all__ = ["ask", "ends_of_rankings", "token_shares"]
+__all__ = ["ask", "describer", "ends_of_rankings", "token_shares"]
 
 
 def ask(
@@ -79,9 +79,8 @@ def token_shares(
         for count, chain in enumerate(chains[1:], start=2):
             mean.lerp_(chain.column(q), 1 / count)
         scorer = Scorer(gnh, mean, method="directional")
-        for position in wanted:
-            row = scorer.term_shares(position)[0].tolist()
-            shares[q, position] = (0.0, *row[:-1])
+        for position, row in zip(wanted, scorer.term_shares(torch.tensor(wanted)), strict=True):
+            shares[q, position] = (0.0, *row[0, :-1].tolist())
     return shares
 
 

@@ -1,11 +1,12 @@
 """`Scorer`: ``∇ℓ(z)ᵀu`` for every example z of a data set and every direction u, in the cheapest way.
 
 ``ℓ(z)`` is the mean loss of z's terms, as for a query, so ``score(query, z)`` is symmetric in its two arguments. A
-sequence's score is the mean of its tokens' ``∇ℓ_iᵀu``; `Scorer.terms` gives each token's share of it.
+sequence's score is the mean of its tokens' ``∇ℓ_iᵀu``; `Scorer.term_shares` gives each token's share of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -99,30 +100,31 @@ class Scorer:
                 batch = self.terms.fetch(torch.tensor([position]))
                 result[:, column] = gradient_products(self.gnh, self.directions, batch).cpu()
             return result
-        for columns in self._batches(positions):
-            batch = self.terms.fetch(positions[columns])
-            totals = self._of_terms(batch).reshape(len(result), batch.size, -1).sum(2)
-            result[:, columns] = (totals / self._term_counts(batch)).cpu()
+        for columns, shares in self._shares(positions):
+            result[:, columns] = shares.sum(2)
         return result
 
-    def term_shares(self, position: int) -> Tensor:
-        """Each term's share of one example's score, ``[k, terms]``; they add up to it.
+    def term_shares(self, positions: Tensor) -> list[Tensor]:
+        """Each term's share of each example's score, ``[k, terms]`` per example; they add up to it.
 
-        For `LanguageModeling`, entry j belongs to the *prediction made at* token j, of token j + 1.
+        For `LanguageModeling`, entry j belongs to the *prediction made at* token j, of token j + 1. Costs what
+        directional derivatives cost, whichever way scores are computed in.
         """
-        batch = self.terms.fetch(torch.tensor([position]))
-        rows = self._of_terms(batch).reshape(self.directions.columns or 1, -1)
-        return (rows / self._term_counts(batch)).cpu()
+        result = [torch.empty(0)] * len(positions)
+        for columns, shares in self._shares(positions):
+            for row, column in enumerate(columns.tolist()):
+                result[column] = shares[:, row]
+        return result
+
+    def _shares(self, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Micro-batches of similar lengths: their columns, and ``[k, examples, terms]``."""
+        for columns in self.terms.by_length(positions).split(self.gnh.micro_batch):
+            batch = self.terms.fetch(positions[columns])
+            counts = self.gnh.task.num_terms(batch).clamp_min(1).reshape(1, -1, 1)
+            rows = self._of_terms(batch)
+            yield columns, (rows.reshape(len(rows), batch.size, -1) / counts).cpu()
 
     def _of_terms(self, batch: Batch) -> Tensor:
         if self._derivatives is None:
             self._derivatives = DirectionalDerivatives(self.gnh, self.directions, self._pilot)
         return self._derivatives.of_terms(batch)
-
-    def _term_counts(self, batch: Batch) -> Tensor:
-        return self.gnh.task.num_terms(batch).clamp_min(1)
-
-    def _batches(self, positions: Tensor) -> list[Tensor]:
-        """Columns of micro-batches of similar lengths."""
-        order = self.terms.by_length(positions)
-        return list(order.split(self.gnh.micro_batch))

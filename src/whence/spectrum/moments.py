@@ -4,6 +4,7 @@
     two-batch products  ‖H‖_F²  = E ⟨H̃ v, Ĥ v⟩               H̃, Ĥ from independent batches
     sampled gradients   Tr(H)   = E ‖g‖²,  ‖H‖_F² = E ⟨g, g'⟩²    g with E[g gᵀ] = H: one backward each
     condition C.1       C       = |B| (E Tr H̃² - Tr H²) / Tr(H)²  from the same two batches
+                        C(v)    = |B| (E‖H̃v‖² - ‖Hv‖²) / (Tr(H) vᵀHv)   along one direction
 
 Every mean comes with the standard error of independent repetitions.
 """
@@ -18,8 +19,10 @@ from whence.errors import OptionError
 from whence.operators import LinearOperator
 from whence.progress import track
 from whence.spectrum.estimate import Estimate
+from whence.vectors import ParamVector
 
 __all__ = [
+    "directional_constant",
     "frobenius_from_products",
     "sampling_constant",
     "trace_and_frobenius_from_gradients",
@@ -95,6 +98,34 @@ def sampling_constant(
     value = gap.value / trace.value**2
     relative = math.hypot(gap.stderr / max(gap.value, 1e-300), 2 * trace.stderr / trace.value)
     return Estimate(value, value * relative)
+
+
+def directional_constant(
+    operator: LinearOperator,
+    trace: Estimate,
+    direction: ParamVector,
+    curvature: float,
+    *,
+    probes: int,
+    batch_size: int,
+    generator: torch.Generator,
+) -> Estimate:
+    """``C(v) = |B| (E‖H̃v‖² - ‖Hv‖²) / (Tr(H) vᵀHv)`` along one direction v.
+
+    C.1 is an inequality of matrices, ``E H̃² - H² ≼ (C·Tr(H)/|B|) H``; the trace says that it holds on average
+    over directions, this says whether it holds along the one where a long step hurts most, the top eigenvector.
+    """
+    _check_probes(probes)
+    values = []
+    for _ in track(range(probes), "sampling constant of the top eigenvector"):
+        sampled = operator.sample(batch_size, generator)
+        difference = sampled.matvec(direction)
+        operator.sample(batch_size, generator).add_matvec_(difference, direction, -1.0)
+        values.append(0.5 * sampled.num_terms * float(difference.dot(difference)))
+    gap = Estimate.from_samples(values)
+    scale = trace.value * curvature
+    relative = math.hypot(gap.stderr / max(gap.value, 1e-300), trace.stderr / trace.value)
+    return Estimate(gap.value / scale, gap.value / scale * relative)
 
 
 def _drawn(operator: LinearOperator, batch_size: int | None, generator: torch.Generator) -> LinearOperator:

@@ -16,11 +16,13 @@ from whence.operators import Damped, LinearOperator
 from whence.spectrum.estimate import Estimate
 from whence.spectrum.lanczos import lanczos
 from whence.spectrum.moments import (
+    directional_constant,
     frobenius_from_products,
     sampling_constant,
     trace_and_frobenius_from_gradients,
     trace_from_quadratic_forms,
 )
+from whence.vectors import ParamVector
 
 __all__ = ["Spectrum", "estimate_spectrum"]
 
@@ -33,7 +35,8 @@ class Spectrum:
         trace: ``Tr(H)``.
         frobenius: ``‖H‖_F``.
         lambda_max: largest eigenvalue.
-        sampling_constant: ``Ĉ`` of condition C.1, or None if not measured.
+        sampling_constant: ``Ĉ`` of condition C.1 on average over directions, or None if not measured.
+        top_sampling_constant: the same along the top eigenvector, or None.
         eigenvalues: the top of the spectrum, largest first, or None.
         num_parameters: dimension of the space, or None if unknown.
         seconds_per_term: seconds of a sampled product per term, or None if not measured.
@@ -46,6 +49,13 @@ class Spectrum:
     eigenvalues: Tensor | None = None
     num_parameters: int | None = None
     seconds_per_term: float | None = None
+    top_sampling_constant: Estimate | None = None
+
+    @property
+    def safe_constant(self) -> float:
+        """The C to plan batches with: the paper's 2, or what was measured and its error where that is more."""
+        measured = [e.upper() for e in (self.sampling_constant, self.top_sampling_constant) if e is not None]
+        return max([2.0, *measured])
 
     def inconsistencies(self, errors: float = 3.0) -> list[str]:
         """Which of ``λmax ≤ ‖H‖_F ≤ √(λmax·Tr(H)) ≤ Tr(H)`` fail by more than so many standard errors.
@@ -76,6 +86,8 @@ class Spectrum:
         ]
         if self.sampling_constant is not None:
             lines.append(f"Ĉ        {self.sampling_constant}   (condition C.1; the paper assumes 2)")
+        if self.top_sampling_constant is not None:
+            lines.append(f"Ĉ(v₁)    {self.top_sampling_constant}   (the same along the top eigenvector)")
         lines += [f"inconsistent: {problem}" for problem in self.inconsistencies()]
         return "\n".join(lines)
 
@@ -103,7 +115,8 @@ def estimate_spectrum(
         probe_batch: terms per probe; by default 1/probes of the data, between 16 and 256.
         lanczos_terms: largest number of terms that Lanczos works on.
         max_products: Lanczos' budget.
-        measure_constant: also measure Ĉ, for a quarter as many pairs of products as probes.
+        measure_constant: also measure Ĉ on average and along the top eigenvector, each for a quarter as many
+            pairs of products as probes.
     """
     if isinstance(operator, Damped):
         raise OptionError("estimate the spectrum of the operator itself; pass `damped.operator`")
@@ -115,14 +128,32 @@ def estimate_spectrum(
             f"the trace of the operator is {trace.value:.3g}: the outputs do not depend on the selected "
             "parameters, or the model is certain of every answer. There is no curvature to work with"
         )
-    lambda_max, eigenvalues = _top(operator, min(lanczos_terms, terms), max_products, generator)
-    constant, seconds = None, None
+    lambda_max, eigenvalues, top_vector = _top(operator, min(lanczos_terms, terms), max_products, generator)
+    constant, top_constant, seconds = None, None, None
     if measure_constant and terms > 1:
         started = time.perf_counter()
         pairs = max(probes // 4, 2)
         constant = sampling_constant(operator, trace, probes=pairs, batch_size=batch, generator=generator)
         seconds = (time.perf_counter() - started) / (2 * pairs * batch)
-    spectrum = Spectrum(trace, frobenius, lambda_max, constant, eigenvalues, operator.zeros().numel, seconds)
+        top_constant = directional_constant(
+            operator,
+            trace,
+            top_vector,
+            lambda_max.value,
+            probes=pairs,
+            batch_size=batch,
+            generator=generator,
+        )
+    spectrum = Spectrum(
+        trace,
+        frobenius,
+        lambda_max,
+        constant,
+        eigenvalues,
+        operator.zeros().numel,
+        seconds,
+        top_constant,
+    )
     for problem in spectrum.inconsistencies():
         warnings.warn(
             f"the spectrum's estimates contradict each other: {problem}. Use more probes",
@@ -146,17 +177,17 @@ def _moments(
 
 def _top(
     operator: LinearOperator, terms: int, max_products: int, generator: torch.Generator
-) -> tuple[Estimate, Tensor]:
+) -> tuple[Estimate, Tensor, ParamVector]:
     whole = terms >= operator.num_terms
     found = lanczos(
         operator if whole else operator.subset(terms, generator),
         generator=generator,
         max_products=max_products,
-        want_vector=not whole,
+        want_vector=True,
     )
-    if whole:
-        return found.lambda_max, found.eigenvalues
     assert found.top_vector is not None
+    if whole:
+        return found.lambda_max, found.eigenvalues, found.top_vector
     rounds = 8
     held_out = Estimate.from_samples(
         [
@@ -166,7 +197,7 @@ def _top(
     )
     middle = 0.5 * (found.lambda_max.value + held_out.value)
     error = max(abs(found.lambda_max.value - held_out.value) / 2, held_out.stderr, found.lambda_max.stderr)
-    return Estimate(middle, error), found.eigenvalues
+    return Estimate(middle, error), found.eigenvalues, found.top_vector
 
 
 def _relative(estimate: Estimate) -> float:

@@ -1,0 +1,266 @@
+"""The page's figures, as SVG that takes its colours from the page's style sheet.
+
+Places along an axis are percentages and there is no ``viewBox``, so a figure stretches to any width while its
+letters and dots keep their size. Lines of many points sit in a nested ``svg`` that stretches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from markupsafe import Markup, escape
+
+from whence.report.axes import Linear, Log, Scale, SymLog, tick_label
+from whence.report.content import Entry, Floats, Question
+from whence.report.formatting import brief, count
+
+__all__ = ["chain_paths", "eigenvalues", "score_histogram", "whisker", "whisker_axis", "whisker_scale"]
+
+HEIGHT = 170  # of a figure's plotting area, in pixels
+BARS = 60
+POINTS = 240  # of a path; more than a screen shows
+PALETTE = 6  # colours of chains in style.css
+
+
+# --- a score with its interval --------------------------------------------------------------------------------
+
+
+def whisker_scale(entries: Iterable[Entry]) -> Linear:
+    """One scale for all the whiskers of a question, with zero on it."""
+    ends = [x for e in entries for x in (e.low, e.high, e.score) if math.isfinite(x)]
+    low, high = min([0.0, *ends]), max([0.0, *ends])
+    margin = 0.03 * (high - low) or 1.0
+    return Linear(
+        low - margin if low < 0 else low - margin / 2, high + margin if high > 0 else high + margin / 2
+    )
+
+
+def whisker(entry: Entry, scale: Linear) -> Markup:
+    """A dot for the score, a bar for its interval, a line at zero. The numbers stand beside it in words."""
+    side = "pos" if entry.score >= 0 else "neg"
+    zero = _line(scale(0.0), 0, 18, "zero")
+    if not math.isfinite(entry.score):
+        return _svg(zero, height=18, look="whisker")
+    bar = ""
+    if math.isfinite(entry.low) and math.isfinite(entry.high):
+        low, high = scale(entry.low), scale(entry.high)
+        caps = f'<line class="{side} cap" x1="{_at(low)}" x2="{_at(low)}" y1="5" y2="13"/>'
+        caps += f'<line class="{side} cap" x1="{_at(high)}" x2="{_at(high)}" y1="5" y2="13"/>'
+        bar = f'<line class="{side} bar" x1="{_at(low)}" x2="{_at(high)}" y1="9" y2="9"/>{caps}'
+    dot = f'<circle class="{side}" cx="{_at(scale(entry.score))}" cy="9" r="3.4"/>'
+    return _svg(zero + bar + dot, height=18, look="whisker")
+
+
+def whisker_axis(scale: Linear) -> Markup:
+    """The scale that stands above a list's whiskers."""
+    parts = ['<line class="axis" x1="0" x2="100%" y1="21" y2="21"/>']
+    for value in scale.ticks(0.22):
+        place = scale(value)
+        anchor = "start" if place < 0.08 else "end" if place > 0.92 else "middle"
+        parts.append(_line(place, 17, 21, "axis"))
+        parts.append(f'<text x="{_at(place)}" y="12" text-anchor="{anchor}">{tick_label(value)}</text>')
+    return _svg("".join(parts), height=22, look="whisker whisker-axis")
+
+
+# --- all scores of a question ----------------------------------------------------------------------------------
+
+
+def score_histogram(question: Question, noise: float) -> Markup | None:
+    """How many examples have which score; the examples shown above are marked under the axis.
+
+    Args:
+        question: whose scores.
+        noise: the typical half-width of an interval: scores below it cannot be told from zero.
+    """
+    scores = question.scores[np.isfinite(question.scores)]
+    if scores.size == 0:
+        return None
+    size = float(np.abs(scores).max()) or 1.0
+    threshold = noise if math.isfinite(noise) and 0 < noise < size else _typical(scores, size)
+    scale = SymLog(min(float(scores.min()), -threshold), max(float(scores.max()), threshold), threshold)
+    edges = _edges(scale)
+    counts, _ = np.histogram(scores, bins=edges)
+    tallest = Linear(0.0, math.log1p(max(1, int(counts.max()))))
+    parts = [_region(scale(-threshold), scale(threshold), "noise")] if threshold == noise else []
+    k = 1
+    while k <= counts.max():
+        y = HEIGHT * (1 - tallest(math.log1p(k)))
+        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="-7" y="{y + 4:.1f}" text-anchor="end">{tick_label(float(k))}</text>')
+        k *= 10
+    for number, low, high in zip(counts.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        if number == 0:
+            continue
+        within = threshold == noise and max(abs(low), abs(high)) <= threshold * 1.001
+        side = "unclear" if within else "pos" if low >= 0 else "neg"
+        height = HEIGHT * tallest(math.log1p(number))
+        tip = f"{count(number)} with scores from {brief(low, 2)} to {brief(high, 2)}"
+        width = max(0.2, 100 * (scale(high) - scale(low)) - 0.15)
+        parts.append(
+            f'<rect class="{side}" x="{_at(scale(low))}" width="{width:.2f}%" y="{HEIGHT - height:.1f}" '
+            f'height="{height:.1f}"><title>{tip}</title></rect>'
+        )
+    parts.append(_above("examples, by powers of ten"))
+    parts.append(_bottom_axis(scale, 0.13, "score, even near zero, then by powers of ten", drop=12))
+    for side, entries in (("pos", question.helpful), ("neg", question.harmful)):
+        for entry in entries:
+            if math.isfinite(entry.score):
+                parts.append(_line(scale(entry.score), HEIGHT + 3, HEIGHT + 12, f"{side} rug"))
+    label = f"Histogram of {count(scores.size)} scores, from {brief(scale.low, 3)} to {brief(scale.high, 3)}"
+    return _svg("".join(parts), height=HEIGHT, look="plot", label=label)
+
+
+def _typical(scores: Floats, size: float) -> float:
+    """Where the axis turns logarithmic if no error is known: at the median, but within six decades."""
+    return max(float(np.median(np.abs(scores))), 1e-6 * size)
+
+
+def _edges(scale: SymLog) -> Floats:
+    """Edges of bars, even on the axis, with zero among them so that no bar mixes the two signs."""
+    low, high = scale.bend(scale.low), scale.bend(scale.high)
+    below = min(BARS - 2, max(2, round(BARS * -low / (high - low))))
+    places = [*np.linspace(low, 0.0, below + 1)[:-1], *np.linspace(0.0, high, BARS - below + 1)]
+    edges = np.array([scale.unbend(float(place)) for place in places])
+    edges[0], edges[-1] = scale.low, scale.high  # exactly, or rounding would drop the extremes
+    return edges
+
+
+# --- the solver's path -----------------------------------------------------------------------------------------
+
+
+def chain_paths(paths: Floats | None, tail: float) -> Markup | None:
+    """``gᵀu`` along every chain; the averaged tail is shaded, its average marked at the right.
+
+    Args:
+        paths: ``[chains, steps]``.
+        tail: the part of the path that is averaged; 0 if only the last point counts.
+    """
+    if paths is None or paths.ndim != 2 or paths.shape[1] < 2 or not np.isfinite(paths).any():
+        return None
+    chains, steps = paths.shape
+    shown = paths[:, np.unique(np.linspace(0, steps - 1, min(steps, POINTS)).round().astype(int))]
+    scale = _path_scale(shown)
+    parts = [_region(1 - tail, 1.0, "tail")] if tail > 0 else []
+    parts.append(_left_axis(scale))
+    for chain in range(chains):
+        look = f"chain c{chain % PALETTE}"
+        parts.append(f'<svg x="0" y="0" width="100%" height="{HEIGHT}" viewBox="0 0 1000 {HEIGHT}" ')
+        parts.append('preserveAspectRatio="none">')
+        parts += [f'<polyline class="{look}" points="{points}"/>' for points in _runs(shown[chain], scale)]
+        parts.append("</svg>")
+        mean = _tail_mean(paths[chain], tail)
+        if math.isfinite(mean):
+            y = HEIGHT * (1 - scale(mean))
+            parts.append(f'<svg x="100%" y="0" overflow="visible"><line class="{look} mean" x1="3" x2="13" ')
+            parts.append(f'y1="{y:.1f}" y2="{y:.1f}"/></svg>')
+    parts.append(_above("gᵀu"))
+    parts.append(_bottom_axis(Linear(0.0, float(steps)), 0.2, "step"))
+    label = f"The solver's path in {chains} chains of {count(steps)} steps"
+    return _svg("".join(parts), height=HEIGHT, look="plot", label=label)
+
+
+def _tail_mean(path: Floats, tail: float) -> float:
+    return float(path[-max(1, round(tail * path.size)) :].mean())
+
+
+def _path_scale(paths: Floats) -> Scale:
+    known = paths[np.isfinite(paths)]
+    low, high = float(known.min()), float(known.max())
+    if low > 0 and high / low > 5:  # the start is g/λ, often far above where the path settles
+        return Log(low / 1.2, high * 1.2)
+    margin = 0.06 * (high - low) or abs(high) or 1.0
+    return Linear(low - margin, high + margin)
+
+
+def _runs(path: Floats, scale: Scale) -> Iterable[str]:
+    """The path's points, cut where it is not finite."""
+    points: list[str] = []
+    for position, value in enumerate(path.tolist()):
+        if math.isfinite(value):
+            points.append(f"{1000 * position / (path.size - 1):.1f},{HEIGHT * (1 - scale(value)):.1f}")
+        elif points:
+            yield " ".join(points)
+            points = []
+    if points:
+        yield " ".join(points)
+
+
+# --- the spectrum ----------------------------------------------------------------------------------------------
+
+
+def eigenvalues(values: Floats | None, damping: float) -> Markup | None:
+    """The top of the spectrum, largest first, with the damping as a line across."""
+    if values is None:
+        return None
+    kept = np.sort(values[np.isfinite(values) & (values > 0)])[::-1]
+    if kept.size == 0:
+        return None
+    known = [float(kept[0]), float(kept[-1])] + ([damping] if 0 < damping < math.inf else [])
+    scale = Log(min(known) / 1.5, max(known) * 1.5)
+    ranks: Scale = Log(0.9, kept.size * 1.1) if kept.size > 30 else Linear(0.0, kept.size + 1.0)
+    positions = np.unique(np.geomspace(1, kept.size, min(kept.size, POINTS)).round().astype(int))
+    if kept.size <= POINTS:
+        positions = np.arange(1, kept.size + 1)
+    parts = [_left_axis(scale)]
+    for rank in positions.tolist():
+        y = HEIGHT * (1 - scale(float(kept[rank - 1])))
+        tip = f"number {rank}: {brief(float(kept[rank - 1]))}"
+        parts.append(f'<circle class="eigenvalue" cx="{_at(ranks(rank))}" cy="{y:.1f}" r="2.6">')
+        parts.append(f"<title>{tip}</title></circle>")
+    if 0 < damping < math.inf:
+        y = HEIGHT * (1 - scale(damping))
+        parts.append(f'<line class="damping" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
+        # Above the line at its left end the largest eigenvalues may be in the way; below it nothing is.
+        parts.append(f'<text class="damping" x="6" y="{y + (14 if y < HEIGHT - 18 else -6):.1f}">')
+        parts.append(f"damping λ = {brief(damping, 3)}</text>")
+    parts.append(_above("eigenvalue"))
+    parts.append(_bottom_axis(ranks, 0.15, "number, largest first"))
+    return _svg("".join(parts), height=HEIGHT, look="plot", label=f"The {kept.size} largest eigenvalues")
+
+
+# --- parts -----------------------------------------------------------------------------------------------------
+
+
+def _at(place: float) -> str:
+    return f"{100 * place:.2f}%"
+
+
+def _line(place: float, top: float, bottom: float, look: str) -> str:
+    return f'<line class="{look}" x1="{_at(place)}" x2="{_at(place)}" y1="{top}" y2="{bottom}"/>'
+
+
+def _region(start: float, end: float, look: str) -> str:
+    return f'<rect class="{look}" x="{_at(start)}" width="{_at(end - start)}" y="0" height="{HEIGHT}"/>'
+
+
+def _left_axis(scale: Scale) -> str:
+    parts = []
+    for value in scale.ticks(0.16):
+        y = HEIGHT * (1 - scale(value))
+        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="-7" y="{y + 4:.1f}" text-anchor="end">{tick_label(value)}</text>')
+    return "".join(parts)
+
+
+def _above(title: str) -> str:
+    """What the vertical axis counts, at its top."""
+    return f'<text class="title" x="-7" y="-8">{title}</text>'
+
+
+def _bottom_axis(scale: Scale, gap: float, title: str, *, drop: int = 0) -> str:
+    """The axis below; ``drop`` leaves room for marks between it and its labels."""
+    parts = [f'<line class="axis" x1="0" x2="100%" y1="{HEIGHT}" y2="{HEIGHT}"/>']
+    for value in scale.ticks(gap):
+        parts.append(_line(scale(value), HEIGHT, HEIGHT + 4 + drop, "axis"))
+        label = f'<text x="{_at(scale(value))}" y="{HEIGHT + 17 + drop}" text-anchor="middle">'
+        parts.append(f"{label}{tick_label(value)}</text>")
+    parts.append(f'<text class="title" x="50%" y="{HEIGHT + 34 + drop}" text-anchor="middle">{title}</text>')
+    return "".join(parts)
+
+
+def _svg(inside: str, *, height: int, look: str, label: str | None = None) -> Markup:
+    """The element. Everything inside is made of numbers and of this module's own words, so it is safe markup."""
+    role = f'role="img" aria-label="{escape(label)}"' if label else 'aria-hidden="true"'
+    return Markup(f'<svg class="{look}" width="100%" height="{height}" {role}>{inside}</svg>')

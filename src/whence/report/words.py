@@ -1,0 +1,128 @@
+"""What the solver's numbers mean, in plain words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from whence.report.content import Question, Trust
+from whence.report.formatting import brief, count, percentage, plus_minus
+
+__all__ = ["Fact", "agreement", "plan_facts", "residual", "spectrum_facts", "spent_facts", "verdict"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A row of a table: what it is called, what it is, what it means."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+_PLAN = {
+    "damping": (
+        "Damping λ",
+        "Added to the curvature in every direction, so that directions which the data hardly determine do not "
+        "dominate. Larger makes scores smoother and the solve shorter.",
+    ),
+    "step_size": (
+        "Step η",
+        "How far one step of the solver goes. The longest stable one is 1/(λmax + λ).",
+    ),
+    "batch_size": ("Batch |B|", "{term}s drawn afresh for every step."),
+    "num_steps": ("Steps T", "Steps in every chain: enough for the starting point to be forgotten."),
+    "chains": ("Chains", "Independent repetitions. Their mean is the answer, their spread is its error."),
+    "constant": ("Constant C", "Safety factor: the batch is at least C · trace / λmax."),
+    "tail": ("Averaged part", "The last part of every path, whose average is the chain’s answer."),
+}
+
+_SPECTRUM = {
+    "trace": (
+        "Trace of H",
+        "The sum of the curvatures in all directions. It sets how noisy a batch is, hence how large it must be.",
+    ),
+    "frobenius": (
+        "Frobenius norm of H",
+        "The root of the sum of squared curvatures: close to λmax if few directions matter, far above if many do.",
+    ),
+    "lambda_max": ("Largest curvature λmax", "The steepest direction. It limits the length of a step."),
+    "sampling_constant": (
+        "Measured constant Ĉ",
+        "How noisy batches really are, on average over directions. The theory assumes about 2.",
+    ),
+    "top_sampling_constant": (
+        "Ĉ along the steepest direction",
+        "The same where it matters most. The plan’s C is at least as large as both, with their errors.",
+    ),
+}
+
+
+def plan_facts(trust: Trust) -> Iterator[Fact]:
+    """The plan's settings, explained; settings without an explanation are listed all the same."""
+    for key, value in trust.plan.items():
+        name, meaning = _PLAN.get(key, (key, ""))
+        text = percentage(value) if key == "tail" else brief(value)
+        yield Fact(name, text, meaning.format(term=trust.term.capitalize()))
+
+
+def spectrum_facts(trust: Trust) -> Iterator[Fact]:
+    """What was measured of H's spectrum, explained."""
+    for key, (value, error) in trust.spectrum.items():
+        name, meaning = _SPECTRUM.get(key, (key, ""))
+        yield Fact(name, plus_minus(value, error), meaning)
+    damping = trust.plan.get("damping", math.nan)
+    largest = trust.spectrum.get("lambda_max", (math.nan, 0.0))[0]
+    if damping > 0 and math.isfinite(largest):
+        yield Fact(
+            "Condition number λmax/λ",
+            brief(largest / damping, 3),
+            "The steepest curvature against the damping. The number of steps is proportional to it.",
+        )
+
+
+def spent_facts(trust: Trust) -> Iterator[Fact]:
+    """What the solve cost."""
+    yield Fact("Products", count(trust.num_products), "Products of H with a vector, over all chains.")
+    yield Fact(
+        f"{trust.term.capitalize()}s gone through",
+        count(trust.num_term_products),
+        f"Each product goes through a batch of {trust.term}s. The time is proportional to this.",
+    )
+
+
+def residual(question: Question) -> str:
+    """How far the equation is from being satisfied."""
+    value, error = question.residual, question.residual_stderr
+    if not math.isfinite(value):
+        return "The residual could not be measured."
+    spread = f" ± {percentage(error, 2)}" if math.isfinite(error) else ""
+    return (
+        f"Put back into its equation, the solution misses by {percentage(value)}{spread} of the question’s "
+        "gradient, measured on data that the solver had not used."
+    )
+
+
+def agreement(question: Question) -> str:
+    """How alike the chains' scores are."""
+    value = question.agreement
+    if not math.isfinite(value):
+        return "Whether the chains agree could not be measured."
+    how = (
+        "The chains agree closely"
+        if value >= 0.95
+        else "The chains agree"
+        if value >= 0.8
+        else "The chains agree roughly"
+        if value >= 0.5
+        else "The chains disagree"
+    )
+    return f"{how}: their scores correlate {brief(value, 3)} on average (1 is perfect, 0 is none)."
+
+
+def verdict(question: Question) -> str:
+    """The conclusion, in one sentence."""
+    if question.converged:
+        return "The solve counts as converged."
+    return "The solve did not converge: read the order of the examples as a hint and no more."

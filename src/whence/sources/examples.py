@@ -1,0 +1,157 @@
+"""`Examples`: a data set that can also be shown, searched and asked for by id."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, overload
+
+from whence.errors import DataError
+from whence.exhibit import Exhibit
+
+__all__ = ["Examples", "ListedExamples"]
+
+
+class Examples(ABC):
+    """A map-style data set for a task, with what a reader is shown of each example.
+
+    ``len`` and integer indexing give the examples as the task reads them; `exhibit` gives what to show,
+    `id` and `find` translate between positions and names, `texts` gives what a text search looks through.
+    """
+
+    #: What to call the data set in messages.
+    name: str
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of examples."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any:
+        """The example at ``index``, as the task reads it."""
+
+    @abstractmethod
+    def id(self, index: int) -> str:
+        """The example's own name."""
+
+    @abstractmethod
+    def exhibit(self, index: int) -> Exhibit:
+        """What a reader is shown of the example at ``index``."""
+
+    @abstractmethod
+    def find(self, id: str) -> tuple[int, ...]:
+        """Positions of the examples with this id: none if unknown, several where a document was cut up."""
+
+    def text(self, index: int) -> str | None:
+        """The example's text for searching; None where it has none."""
+        return self.exhibit(index).text
+
+    def texts(self) -> Iterator[str | None]:
+        """The texts of all examples in order, read as they are asked for."""
+        return (self.text(index) for index in range(len(self)))
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """The ids of all examples, in order; read as they are asked for."""
+        return _IdView(self)
+
+    def _checked(self, index: int) -> int:
+        """A position from 0 to ``len - 1``; negative ones count from the end, as in a list."""
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"{self.name} has {len(self)} examples, there is no position {index}")
+        return position
+
+
+class _IdView(Sequence[str]):
+    """The ids of a data set as a sequence that holds nothing."""
+
+    def __init__(self, examples: Examples) -> None:
+        self._examples = examples
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str]: ...
+    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+        if isinstance(index, slice):
+            return [self._examples.id(i) for i in range(*index.indices(len(self)))]
+        return self._examples.id(index)
+
+
+class ListedExamples(Examples):
+    """Any map-style data set, with exhibits made beforehand, made on demand, or none.
+
+    Args:
+        data: anything with ``len`` and integer indexing.
+        name: what to call it; an example without an id of its own is ``name#1``, ``name#2``, …
+        exhibits: one per example, or a function from position to exhibit.
+
+    Example:
+        >>> examples = ListedExamples([([0.0], 1), ([1.0], 0)], name="toy")
+        >>> list(examples.ids), examples.find("toy#2")
+        (['toy#1', 'toy#2'], (1,))
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        name: str,
+        exhibits: Sequence[Exhibit] | Callable[[int], Exhibit] | None = None,
+    ) -> None:
+        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            raise DataError(
+                f"{name} is a {type(data).__name__}; give a map-style data set with __len__ and __getitem__ "
+                "(a list of examples will do)"
+            )
+        if len(data) == 0:
+            raise DataError(f"{name} is empty; give at least one example")
+        if exhibits is not None and not callable(exhibits) and len(exhibits) != len(data):
+            raise DataError(
+                f"{name} has {len(data)} examples but {len(exhibits)} exhibits; give one for each"
+            )
+        self.data, self.name, self._exhibits = data, name, exhibits
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[self._checked(index)]
+
+    def exhibit(self, index: int) -> Exhibit:
+        index = self._checked(index)
+        exhibit = Exhibit()
+        if callable(self._exhibits):
+            exhibit = self._exhibits(index)
+        elif self._exhibits is not None:
+            exhibit = self._exhibits[index]
+        if not isinstance(exhibit, Exhibit):
+            raise DataError(
+                f"the exhibit of example {index} of {self.name} is a {type(exhibit).__name__}; "
+                "give a whence.exhibit.Exhibit"
+            )
+        return exhibit if exhibit.id is not None else replace(exhibit, id=f"{self.name}#{index + 1}")
+
+    def id(self, index: int) -> str:
+        return str(self.exhibit(index).id)
+
+    def find(self, id: str) -> tuple[int, ...]:
+        return (self._positions[id],) if id in self._positions else ()
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        positions: dict[str, int] = {}
+        for index, id in enumerate(self.ids):
+            if id in positions:
+                raise DataError(
+                    f"two examples of {self.name} have the id {id!r}: {positions[id]} and {index}; "
+                    "give every example an id of its own"
+                )
+            positions[id] = index
+        return positions

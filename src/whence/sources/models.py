@@ -1,0 +1,266 @@
+"""Models named on the command line: a Hugging Face directory, or a function that returns one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from whence.errors import ModelError, OptionError
+from whence.exhibit import Exhibit
+from whence.sources.functions import call_function
+from whence.sources.labels import Labels, real_names
+from whence.sources.libraries import load_library
+from whence.sources.tokenizers import check_tokenizer, load_tokenizer
+from whence.sources.weights import check_files, read_config
+from whence.tasks import Classification, LanguageModeling, Task
+
+__all__ = ["Problem", "context_length", "load_model"]
+
+Kind = Literal["language-model", "text-classifier", "image-classifier", "custom"]
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+#: By how an architecture's name ends: what it is, and the class that loads it.
+ARCHITECTURES: dict[str, tuple[Kind, str]] = {
+    "ForCausalLM": ("language-model", "AutoModelForCausalLM"),
+    "LMHeadModel": ("language-model", "AutoModelForCausalLM"),
+    "ForSequenceClassification": ("text-classifier", "AutoModelForSequenceClassification"),
+    "ForImageClassification": ("image-classifier", "AutoModelForImageClassification"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model and what comes with it. A user's function may return one that gives everything.
+
+    Attributes:
+        model: a module in evaluation mode.
+        task: what its outputs mean; None where the command line says it.
+        train, queries: data sets; None where the command line names them.
+        train_exhibits, query_exhibits: what to show of their examples: one each, or a function of the position.
+        tokenizer: of a language model or text classifier.
+        labels: the classes' names, where they are known.
+        num_labels: a classifier's outputs.
+        context: tokens that the model reads at most.
+        kind: what the model is.
+        directory: where it was loaded from; its image processor, if any, is there.
+
+    Example:
+        >>> from whence import Classification
+        >>> problem = Problem(nn.Linear(4, 3).eval(), Classification(), train=[(torch.zeros(4), 1)])
+        >>> problem.kind
+        'custom'
+    """
+
+    model: nn.Module
+    task: Task | None = None
+    train: Any = None
+    queries: Any = None
+    train_exhibits: Sequence[Exhibit] | Callable[[int], Exhibit] | None = None
+    query_exhibits: Sequence[Exhibit] | Callable[[int], Exhibit] | None = None
+    tokenizer: Any = None
+    labels: Labels | None = None
+    num_labels: int | None = None
+    context: int | None = None
+    kind: Kind = "custom"
+    directory: Path | None = None
+
+
+def load_model(
+    spec: str | Path,
+    *,
+    dtype: str | torch.dtype = "float32",
+    tokenizer: str | Path | None = None,
+    allow_download: bool = False,
+    check_vocabulary: bool = True,
+) -> Problem:
+    """The model that ``spec`` names, ready to be attributed: in evaluation mode, its files and tokenizer checked.
+
+    Args:
+        spec: a Hugging Face model directory; ``package.module:function`` or ``path/to/file.py:function``,
+            called without arguments, which returns a module in evaluation mode or a `Problem`; or, with
+            ``allow_download``, the name of a model on the Hugging Face hub.
+        dtype: of a Hugging Face model's parameters; ``auto`` as they were saved.
+        tokenizer: a directory, where the tokenizer is not beside the model.
+        allow_download: whether names that are no directories may be fetched.
+        check_vocabulary: whether to refuse a tokenizer whose vocabulary does not fit the model's.
+    """
+    chosen = _dtype(dtype)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return _from_directory(path, chosen, tokenizer, check_vocabulary)
+    if path.is_file():
+        remedy = (
+            f"name its function, as {spec}:function"
+            if path.suffix == ".py"
+            else "give its directory, or a function that builds the model and loads the file"
+        )
+        raise ModelError(f"{spec} is a file, and the model cannot be told from it; {remedy}")
+    if ":" in str(spec):
+        return _from_function(str(spec))
+    if not allow_download:
+        raise ModelError(
+            f"there is no directory {str(spec)!r}; check the name. If it is a model on the Hugging Face hub, allow "
+            "fetching it (--allow-download); a function is written package.module:function"
+        )
+    return _from_hub(str(spec), chosen, tokenizer, check_vocabulary)
+
+
+def context_length(config: Any) -> int | None:
+    """How many tokens a model with this configuration reads; None if it does not say."""
+    for holder in (config, getattr(config, "text_config", None)):
+        for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _from_function(spec: str) -> Problem:
+    result = call_function(spec, "the model")
+    problem = Problem(result) if isinstance(result, nn.Module) else result
+    if not isinstance(problem, Problem) or not isinstance(problem.model, nn.Module):
+        raise ModelError(
+            f"{spec} returned a {type(result).__name__}; it must return a torch.nn.Module or a "
+            "whence.sources.Problem that holds one"
+        )
+    if problem.model.training:
+        raise ModelError(f"{spec} returned a model in training mode; return model.eval()")
+    return problem
+
+
+def _from_directory(path: Path, dtype: Any, tokenizer: str | Path | None, check: bool) -> Problem:
+    config = read_config(path)
+    kind, loader = _architecture(config, str(path))
+    check_files(path)
+    return _loaded(str(path), kind, loader, dtype, tokenizer, check, local=True)
+
+
+def _from_hub(name: str, dtype: Any, tokenizer: str | Path | None, check: bool) -> Problem:
+    transformers = load_library("transformers", "hf", "to load a Hugging Face model")
+    try:
+        config = transformers.AutoConfig.from_pretrained(name).to_dict()
+    except Exception as error:
+        raise ModelError(
+            f"the model {name!r} cannot be fetched: {_first_line(error)}; check the name"
+        ) from error
+    kind, loader = _architecture(config, name)
+    return _loaded(name, kind, loader, dtype, tokenizer, check, local=False)
+
+
+def _architecture(config: dict[str, Any], source: str) -> tuple[Kind, str]:
+    if config.get("quantization_config"):
+        raise ModelError(
+            f"{source} holds quantised weights, which have no gradients; give the model in floating point"
+        )
+    names = config.get("architectures") or []
+    for name in names:
+        for ending, found in ARCHITECTURES.items():
+            if str(name).endswith(ending):
+                return found
+    described = f"the architecture {names[0]}" if names else "no architecture in its config.json"
+    raise ModelError(
+        f"{source} has {described}; known are causal language models, sequence classifiers and image "
+        "classifiers. For others, write a function that returns a whence.sources.Problem with the model and task"
+    )
+
+
+def _loaded(
+    source: str,
+    kind: Kind,
+    loader: str,
+    dtype: Any,
+    tokenizer: str | Path | None,
+    check: bool,
+    *,
+    local: bool,
+) -> Problem:
+    transformers = load_library("transformers", "hf", "to load a Hugging Face model")
+    with _quiet(transformers):
+        try:
+            model, info = getattr(transformers, loader).from_pretrained(
+                source, dtype=dtype, local_files_only=local, output_loading_info=True
+            )
+        except Exception as error:  # whatever is wrong with the files, it is the model's
+            raise ModelError(
+                f"the model in {source} cannot be loaded: {_first_line(error)}; save or download it again"
+            ) from error
+        _check_complete(source, info)
+        reader = None
+        if kind != "image-classifier":
+            reader = load_tokenizer(source if tokenizer is None else str(tokenizer), local=local)
+            if check:
+                check_tokenizer(reader, model)
+    model.eval()
+    return Problem(
+        model,
+        LanguageModeling() if kind == "language-model" else _classification(model.config, source),
+        tokenizer=reader,
+        labels=None if kind == "language-model" else _labels(model.config),
+        num_labels=None if kind == "language-model" else int(model.config.num_labels),
+        context=None if kind == "image-classifier" else context_length(model.config),
+        kind=kind,
+        directory=Path(source) if local else None,
+    )
+
+
+def _check_complete(source: str, info: dict[str, Any]) -> None:
+    """Refuse weights that leave parameters out: they would be random, and the scores with them."""
+    missing = sorted(map(str, info.get("missing_keys") or ()))
+    wrong = sorted(
+        str(entry[0] if isinstance(entry, tuple) else entry) for entry in info.get("mismatched_keys") or ()
+    )
+    for names, problem in ((missing, "has no weights for"), (wrong, "has weights of the wrong shape for")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ModelError(
+                f"{source} {problem} {names[0]}{more}, which would be random numbers; give a model that was "
+                "trained and saved for this task"
+            )
+
+
+def _classification(config: Any, source: str) -> Task:
+    kind = getattr(config, "problem_type", None)
+    if kind not in (None, "single_label_classification") or config.num_labels < 2:
+        described = kind or "regression"
+        raise ModelError(
+            f"{source} is a model for {described}, with {config.num_labels} outputs; write a function that returns a "
+            "whence.sources.Problem with its task"
+        )
+    return Classification()
+
+
+def _labels(config: Any) -> Labels | None:
+    names = real_names(getattr(config, "id2label", None))
+    return None if names is None else Labels(names)
+
+
+def _dtype(dtype: str | torch.dtype) -> Any:
+    if dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    if dtype not in DTYPES:
+        raise OptionError(f"dtype is {str(dtype)!r}; use one of {', '.join(DTYPES)}, or auto")
+    return DTYPES[str(dtype)]
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without the library's progress bars and notes; what matters in them is checked and raised."""
+    logging = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
