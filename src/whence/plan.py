@@ -15,7 +15,7 @@ from typing import Any, Literal
 from whence.errors import OptionError
 from whence.spectrum import Spectrum
 
-__all__ = ["Plan", "auto_damping"]
+__all__ = ["Plan", "auto_damping", "format_bytes", "format_duration"]
 
 #: κ = λmax/λ of the automatic damping.
 AUTO_CONDITION_NUMBER = 200.0
@@ -222,11 +222,11 @@ class Plan:
             f"steps     T    {self.num_steps:,}   in each of {self.chains} chains",
             f"expected       bias ≤ {self.bias:.2g}, sampling ≤ {self.sampling_error:.2g} of ‖g‖/λ (last iterate)",
             f"cost           {self.num_products:,} products over {self.num_term_products:,} terms"
-            + (f", about {_duration(self.seconds)}" if self.seconds is not None else ""),
+            + (f", about {format_duration(self.seconds)}" if self.seconds is not None else ""),
         ]
         memory = f"memory         {self.memory_copies} vectors of the parameters' size per right-hand side"
         if spectrum.num_parameters is not None:
-            memory += f": {_bytes(4 * spectrum.num_parameters * self.memory_copies)} in float32"
+            memory += f": {format_bytes(4 * spectrum.num_parameters * self.memory_copies)} in float32"
         lines.append(memory)
         if not self.stable:
             lines.append("warning        step or batch is outside the stable range: expect divergence")
@@ -238,14 +238,16 @@ def _ceil(x: float) -> int:
     return math.ceil(x * (1 - 1e-9))
 
 
-def _duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """Seconds, minutes or hours."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.1f} s"
 
 
-def _bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """In the unit that fits."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

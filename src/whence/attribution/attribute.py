@@ -8,10 +8,10 @@ The phases are in `whence.attribution.phases`, in this order.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from whence.attribution.result import Attribution
 from whence.attribution.saving import load, write_result
 from whence.attribution.settings import Settings, SolverChoice
 from whence.attribution.showing import ask, describer, ends_of_rankings, token_shares
+from whence.candidates import Shortlist
 from whence.data import TermSet
 from whence.errors import DataError, OptionError
 from whence.gauss_newton import GaussNewton, Product
@@ -35,17 +36,7 @@ from whence.tasks import LanguageModeling, Task
 __all__ = ["Candidates", "attribute"]
 
 
-class Shortlist(Protocol):
-    """Some of the training examples, chosen somehow; see `whence.candidates`."""
-
-    @property
-    def positions(self) -> Sequence[int] | Tensor:
-        """Which."""
-
-    def describe(self) -> str:
-        """How they were chosen and what was left out, in words."""
-
-
+#: Positions, or a shortlist that says how it was chosen.
 Candidates = Shortlist | Sequence[int] | Tensor
 
 
@@ -74,6 +65,8 @@ def attribute(
     run_dir: str | Path | None = None,
     checkpoint_seconds: float = 30.0,
     part_size: int | None = None,
+    lanczos_terms: int = 4096,
+    on_run: Callable[[Path], None] | None = None,
 ) -> Attribution:
     """Which training examples made the model say this, and how sure are we?
 
@@ -107,6 +100,8 @@ def attribute(
             ends in the same numbers.
         checkpoint_seconds: how often the solver's state is written there.
         part_size: examples per part of the scores written there; by default about a minute's work.
+        lanczos_terms: terms of the data that λmax is measured on, at most.
+        on_run: called with the run directory once it is open, to put something there.
 
     Example:
         >>> from whence import Classification
@@ -131,12 +126,15 @@ def attribute(
         shown=shown,
         seed=seed,
         micro_batch=micro_batch,
+        lanczos_terms=lanczos_terms,
     )
     gnh = GaussNewton(model, task, train, params=params, product=product, micro_batch=micro_batch)
     asked = _questions(queries, gnh)
     positions, not_scored = _choose(candidates, len(gnh.terms))
     config = settings.config() | _identity(gnh, asked, positions, not_scored, title)
     run = Run(run_dir, config)
+    if run.path is not None and on_run is not None:
+        on_run(run.path)
     if run.path is not None and (run.path / "result.json").exists():
         return load(run.path)
     seconds: dict[str, float] = {}
@@ -228,7 +226,7 @@ def _choose(candidates: Candidates | None, examples: int) -> tuple[Tensor, str]:
     """Positions to score, and what is left out, in words."""
     if candidates is None:
         return torch.arange(examples), ""
-    given = candidates.positions if hasattr(candidates, "positions") else candidates
+    given = candidates.positions if isinstance(candidates, Shortlist) else candidates
     positions = torch.as_tensor(given, dtype=torch.long).flatten().unique()
     if len(positions) == 0:
         raise OptionError("the list of candidates is empty; give at least one, or None for all examples")
@@ -239,9 +237,10 @@ def _choose(candidates: Candidates | None, examples: int) -> tuple[Tensor, str]:
         )
     if len(positions) == examples:
         return positions, ""
-    described = candidates.describe() if hasattr(candidates, "describe") else ""
+    if isinstance(candidates, Shortlist):
+        return positions, candidates.describe()
     left = f"{len(positions):,} of {examples:,} examples were scored, as asked for; the others have no score"
-    return positions, described or left
+    return positions, left
 
 
 def _identity(

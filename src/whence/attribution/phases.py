@@ -56,7 +56,9 @@ def make_plan(run: Run, gnh: GaussNewton, settings: Settings) -> Plan:
         return settings.solver.plan
 
     def measure() -> dict[str, Any]:
-        spectrum = estimate_spectrum(gnh, generator=generator(settings, 1))
+        spectrum = estimate_spectrum(
+            gnh, generator=generator(settings, 1), lanczos_terms=settings.lanczos_terms
+        )
         return {**spectrum_to_json(spectrum), "operator": gnh.state()}
 
     measured = run.json("spectrum", measure)

@@ -30,6 +30,7 @@ class Settings:
     shown: int = 20
     seed: int = 0
     micro_batch: int | None = None
+    lanczos_terms: int = 4096
 
     def __post_init__(self) -> None:
         if isinstance(self.damping, str):
@@ -53,6 +54,10 @@ class Settings:
             )
         if not self.refine >= 1:
             raise OptionError(f"refine is {self.refine}; it multiplies the plan's cost and is at least 1")
+        if self.lanczos_terms < 1:
+            raise OptionError(
+                f"lanczos_terms is {self.lanczos_terms}; λmax needs at least one term to be measured on"
+            )
         if self.shown < 1:
             raise OptionError(f"shown is {self.shown}; show at least one example at each end of a ranking")
 
@@ -74,4 +79,5 @@ class Settings:
             "shown": self.shown,
             "seed": self.seed,
             "micro_batch": self.micro_batch,
+            "lanczos_terms": self.lanczos_terms,
         }

@@ -1,0 +1,58 @@
+"""What an attribution will cost, told before anything long starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whence.gauss_newton import GaussNewton
+from whence.plan import Plan
+from whence.scoring.cost import count_work
+
+__all__ = ["Forecast", "forecast"]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predicted cost of solving and scoring.
+
+    Attributes:
+        solve_seconds, score_seconds: None where the spectrum measured no time.
+        memory_bytes: of vectors, beside the model and one batch's activations.
+        disk_bytes: of a run directory at its largest.
+    """
+
+    solve_seconds: float | None
+    score_seconds: float | None
+    memory_bytes: int
+    disk_bytes: int
+
+
+def forecast(
+    gnh: GaussNewton, plan: Plan, *, queries: int, examples: int | None = None, baseline: bool = True
+) -> Forecast:
+    """Predict the cost of an attribution from its plan and the counted work of a forward pass.
+
+    Args:
+        gnh: the operator.
+        plan: of the solve.
+        queries: right-hand sides solved together: they share every batch and its pass at θ.
+        examples: to be scored; all by default.
+        baseline: whether gradient dot products are computed too.
+    """
+    scored = len(gnh.terms) if examples is None else examples
+    work = count_work(gnh.network, gnh.terms.fetch(gnh.terms.longest(2)), gnh.micro_batch)
+    directions = queries * (plan.chains + baseline)
+    exact = gnh.product == "exact"
+    score = min(work.directional(directions, exact=exact, vectorised=exact), work.gradients(directions))
+    product = work.gradients(1) + 2 * work.flops  # a forward, a tangent and a backward of one example
+    per_term = plan.spectrum.seconds_per_term
+    vector = sum(t.numel() * t.element_size() for t in gnh.zeros().values())
+    rows = queries * scored * (plan.chains + 5) * 8
+    return Forecast(
+        solve_seconds=None if plan.seconds is None else plan.seconds * (1 + 4 * queries) / 5,
+        score_seconds=None
+        if per_term is None
+        else scored * gnh.terms.terms_per_example * per_term * score / product,
+        memory_bytes=vector * queries * max(plan.memory_copies, 2 * plan.chains + 1 + baseline),
+        disk_bytes=vector * queries * (2 * plan.chains + 3) + rows,
+    )

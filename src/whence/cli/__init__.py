@@ -1,0 +1,5 @@
+"""The command line: ``whence spectrum | plan | attribute | resume | report | demo``."""
+
+from whence.cli.app import app, main
+
+__all__ = ["app", "main"]

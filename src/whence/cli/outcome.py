@@ -1,0 +1,60 @@
+"""What a command prints and how it ends: results on standard output, everything else on standard error.
+
+Exit codes: 0 done; 2 something given cannot be used; 3 the numbers went wrong; 4 a file could not be written; 5 done,
+but the solver did not converge; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from whence.errors import InputError, SolverError, StorageError, WhenceError, WhenceWarning
+
+__all__ = ["NOT_CONVERGED", "errors_become_messages", "out", "print_json", "say"]
+
+NOT_CONVERGED = 5
+_CODES = ((InputError, 2), (SolverError, 3), (StorageError, 4), (WhenceError, 1))
+
+
+def out() -> Console:
+    """Where results go."""
+    return Console(highlight=False)
+
+
+def say(message: str) -> None:
+    """Tell the user something that is not the result."""
+    Console(stderr=True, highlight=False).print(message)
+
+
+def print_json(value: Any) -> None:
+    """A result for scripts."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def errors_become_messages() -> Iterator[None]:
+    """Typed errors end the command with one readable message and a code of their kind."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            yield
+        except WhenceError as error:
+            code = next(code for kind, code in _CODES if isinstance(error, kind))
+            say(f"[bold red]error:[/] {escape(str(error))}")
+            raise typer.Exit(code) from error
+        except KeyboardInterrupt as error:
+            say("\ninterrupted; with a run directory (--run), the same command goes on from here")
+            raise typer.Exit(130) from error
+
+
+def _show_warning(message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
+    name = "" if issubclass(category, WhenceWarning) else f" {category.__name__}:"
+    say(f"[bold yellow]warning:[/]{name} {escape(str(message))}")

@@ -1,0 +1,129 @@
+"""Results as a person reads them in a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from whence.attribution import Attribution, Row
+from whence.attribution.forecast import Forecast
+from whence.exhibit import Exhibit
+from whence.plan import Plan, format_bytes, format_duration
+
+__all__ = ["rows_as_json", "show_forecast", "show_plan", "show_result"]
+
+_WIDTH = 60
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """The spectrum and the plan made from it."""
+    console.print(str(plan.spectrum))
+    console.print()
+    console.print(str(plan))
+
+
+def show_forecast(console: Console, cost: Forecast, queries: int, examples: int) -> None:
+    """What the whole job will take."""
+    times = [
+        f"{name} about {format_duration(seconds)}"
+        for name, seconds in (("solve", cost.solve_seconds), ("scoring", cost.score_seconds))
+        if seconds is not None
+    ]
+    console.print(
+        f"\nfor {queries:,} {'query' if queries == 1 else 'queries'} and {examples:,} training examples:"
+    )
+    if times:
+        console.print(f"time           {', '.join(times)}, on this machine as busy as it is now")
+    console.print(
+        f"memory         {format_bytes(cost.memory_bytes)} of vectors, beside the model and one batch"
+    )
+    console.print(f"disk           {format_bytes(cost.disk_bytes)} in the run directory")
+
+
+def show_result(console: Console, result: Attribution, k: int) -> None:
+    """The ends of every query's ranking."""
+    for q, exhibit in enumerate(result.queries):
+        console.print()
+        console.print(Text(f"query {q}: ", style="bold") + Text(_asked(exhibit)))
+        state = "converged" if bool(result.solve.converged[q]) else "NOT CONVERGED"
+        residual, error = float(result.solve.residual[q]), float(result.solve.residual_stderr[q])
+        console.print(
+            f"loss {float(result.query_losses[q]):.3g} nats; solver {state}, residual {residual:.2g} ± {error:.1g}; "
+            f"chains agree to {float(result.agreement[q]):.3f}"
+        )
+        for harmful, name in ((False, "most helpful"), (True, "most harmful")):
+            rows = [r for r in result.top(k, query=q, harmful=harmful) if (r.score < 0) == harmful]
+            if rows:
+                console.print(_table(result, rows, name))
+    if result.not_scored:
+        console.print(f"not everything was scored: {escape(result.not_scored)}")
+    for event in result.solve.events:
+        console.print(f"[yellow]note:[/] {escape(event)}")
+
+
+def _table(result: Attribution, rows: list[Row], name: str) -> Table:
+    table = Table(title=name, title_justify="left", box=None, pad_edge=False)
+    for column in ("rank", "id", "score", "95% interval", "if removed", "dot product's rank", "example"):
+        table.add_column(column, justify="left" if column in ("id", "example") else "right", no_wrap=True)
+    for row in rows:
+        exhibit = result.exhibits.get(row.index, Exhibit())
+        table.add_row(
+            str(row.rank) + ("" if row.separated else " ≈"),
+            Text(exhibit.id or str(row.index)),
+            f"{row.score:.3g}",
+            f"{row.low:.3g} … {row.high:.3g}",
+            f"{row.effect:+.2g} nat",
+            "" if row.dot_product_rank is None else str(row.dot_product_rank),
+            Text(_glimpse(exhibit)),
+        )
+    return table
+
+
+def _asked(exhibit: Exhibit) -> str:
+    if exhibit.text is not None:
+        return f"{_line(exhibit.prompt or '', _WIDTH, end=True)} → {_line(exhibit.text, _WIDTH)}"
+    parts = [exhibit.id or "", f"label {exhibit.label}" if exhibit.label else ""]
+    parts.append(f"read as {exhibit.prediction}" if exhibit.prediction else "")
+    return ", ".join(filter(None, parts))
+
+
+def _glimpse(exhibit: Exhibit) -> str:
+    pieces = [
+        f"[{exhibit.label}]" if exhibit.label else "",
+        exhibit.note or "",
+        _line(exhibit.text or "", _WIDTH),
+    ]
+    return " ".join(filter(None, pieces))
+
+
+def _line(text: str, width: int, *, end: bool = False) -> str:
+    text = " ".join(text.split())
+    if len(text) <= width:
+        return text
+    return f"…{text[1 - width :]}" if end else f"{text[: width - 1]}…"
+
+
+def rows_as_json(result: Attribution, k: int) -> list[dict[str, object]]:
+    """The ends of every query's ranking, for scripts."""
+    from dataclasses import asdict
+
+    return [
+        {
+            "query": q,
+            "id": result.queries[q].id,
+            "loss": float(result.query_losses[q]),
+            "converged": bool(result.solve.converged[q]),
+            "residual": float(result.solve.residual[q]),
+            "residual_stderr": float(result.solve.residual_stderr[q]),
+            **{
+                name: [
+                    {**asdict(row), "id": result.exhibits.get(row.index, Exhibit()).id}
+                    for row in result.top(k, query=q, harmful=harmful)
+                ]
+                for harmful, name in ((False, "helpful"), (True, "harmful"))
+            },
+        }
+        for q in range(len(result.queries))
+    ]
