@@ -81,7 +81,8 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[s
     """Read what `write_tensors` wrote."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            # Copies, in memory aligned as torch's own is: the last bits of an inner product depend on it.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
             metadata = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
     except (OSError, SafetensorError, ValueError) as error:
         raise RunDirectoryError(

@@ -1,0 +1,136 @@
+"""Kills a run again and again until it is done, and compares its numbers with those of an uninterrupted one.
+
+Run as a program, so that the processes it forks start with everything imported and nothing running:
+``python interruptions.py DIRECTORY PRODUCT``. Prints JSON: one row for each run, with the phases it was killed in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import whence
+
+RANDOM_RUNS, KILLS_PER_RUN = 6, 4
+#: Files whose appearance is a moment to kill at, in the order in which a run writes them.
+MOMENTS = [
+    "config.json",
+    "gradients.safetensors",
+    "spectrum.json",
+    "plan.json",
+    "solve/state.safetensors",
+    "solve/chain-0-1.safetensors",
+    "solution.safetensors",
+    "scores/part-00000.parquet",
+    "scores/part-00004.parquet",
+    "shown.parquet",
+]
+
+
+def problem() -> tuple[nn.Module, TensorDataset, list[Any]]:
+    """Real digits and a model trained on them, made once, before any process is forked."""
+    torch.set_num_threads(1)
+    bunch = load_digits()
+    x, y = torch.tensor(bunch.data[:150]).float() / 16, torch.tensor(bunch.target[:150])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model.eval(), TensorDataset(x[:120], y[:120]), [(x[i], y[i]) for i in (120, 121)]
+
+
+MODEL, TRAIN, QUERIES = problem()
+
+
+def run(directory: Path, product: str) -> None:
+    whence.attribute(
+        MODEL, TRAIN, QUERIES, task=whence.Classification(), product=product, damping=0.05, chains=3,
+        refine=1.0, run_dir=directory, checkpoint_seconds=0.01, part_size=15,
+    )  # fmt: skip
+
+
+def begin(directory: Path, product: str) -> int:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run(directory, product)
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def kill_when(child: int, moment: Callable[[], bool]) -> bool:
+    """Kill the child at the moment; False if it was done before."""
+    while not moment():
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert status == 0, f"the run failed with status {status}"
+            return False
+        time.sleep(0.0005)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def phase(directory: Path) -> str:
+    there = [name for name in MOMENTS if (directory / name).exists()]
+    return there[-1] if there else "nothing"
+
+
+def finish(directory: Path, product: str) -> None:
+    _, status = os.waitpid(begin(directory, product), 0)
+    assert status == 0, f"the run failed with status {status}"
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """All numbers of a finished run."""
+    result = json.loads((directory / "result.json").read_text())
+    numbers = {name: result[name] for name in ("query_losses", "query_products", "query_dots")}
+    numbers["solve"] = {k: v for k, v in result["solve"].items() if k != "spectrum"}
+    parts = sorted((directory / "scores").iterdir())
+    return {path.name: path.read_bytes() for path in parts} | {"result": json.dumps(numbers).encode()}
+
+
+def main() -> None:
+    root, product = Path(sys.argv[1]), sys.argv[2]
+    begun = time.monotonic()
+    finish(root / "uninterrupted", product)
+    duration = time.monotonic() - begun
+    truth = files(root / "uninterrupted")
+    randomness = random.Random(0)
+    rows = []
+    for number in range(RANDOM_RUNS + len(MOMENTS)):
+        directory, killed = root / f"run-{number}", []
+        if number < RANDOM_RUNS:
+            for _ in range(KILLS_PER_RUN):
+                moment = time.monotonic() + randomness.uniform(0, duration)
+                if kill_when(begin(directory, product), lambda moment=moment: time.monotonic() > moment):
+                    killed.append(phase(directory))
+        else:
+            awaited = directory / MOMENTS[number - RANDOM_RUNS]
+            if kill_when(begin(directory, product), awaited.exists):
+                killed.append(phase(directory))
+        finish(directory, product)
+        rows.append({"killed": killed, "same": files(directory) == truth})
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
