@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def test_separated_ranks_are_in_the_right_order(read_digits: tuple[Attribution, 
     right = wrong = tied = 0
     for query in range(20):
         rows = result.top(31, query=query)
-        for row, following in zip(rows, rows[1:], strict=False):
+        for row, following in pairwise(rows):
             if not row.separated:
                 tied += 1
             elif exact[query, row.index] > exact[query, following.index]:
@@ -274,7 +275,7 @@ def test_queries_must_be_a_list() -> None:
     data = vectors(torch.float64)
     with pytest.raises(DataError, match=r"even if there is only one: \[query\]"):
         whence.attribute(classifier(), data, data[0], task=Classification())
-    with pytest.raises(DataError, match="queries cannot be used.*empty"):
+    with pytest.raises(DataError, match=r"queries cannot be used.*empty"):
         whence.attribute(classifier(), data, [], task=Classification())
 
 

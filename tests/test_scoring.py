@@ -24,6 +24,8 @@ WAYS = [("exact", "directional"), ("exact", "gradients"), ("finite-difference", 
 FLOAT32_INSIDE = {"llama", "mistral", "qwen2"}
 BY_NAME = {case.name: case for case in CASES}
 FEW = [BY_NAME[name] for name in ("mlp", "convnet", "gpt2", "llama")]
+FEW_IN_PRECISIONS = [*[(case, torch.float32) for case in FEW], (BY_NAME["llama"], DOUBLE)]
+PRECISION_NAMES = [f"{case.name} {dtype}" for case, dtype in FEW_IN_PRECISIONS]
 RAGGED = [BY_NAME[name] for name in ("attention", "gpt2")]
 
 
@@ -118,8 +120,7 @@ def test_float32_scores(case: Case, product: str, method: str) -> None:
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 @pytest.mark.parametrize(("product", "method"), WAYS)
 def test_several_directions_score_as_each_alone(case: Case, product: str, method: str) -> None:
-    together = scorer(case, product, method)
-    scores = everything(together)
+    scores = everything(scorer(case, product, method))
     for k, column in enumerate(directions(case).unstack()):
         gnh = GaussNewton(case.model(DOUBLE), case.task, case.data(DOUBLE), product=product)
         alone = everything(Scorer(gnh, column, method=method))  # a single vector, not a block
@@ -219,8 +220,7 @@ def test_an_example_without_terms_scores_zero(product: str, method: str) -> None
 # --- what a score depends on -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=["float32", "float64"])
+@pytest.mark.parametrize(("case", "dtype"), FEW_IN_PRECISIONS, ids=PRECISION_NAMES)
 @pytest.mark.parametrize(("product", "method"), WAYS)
 def test_scores_do_not_depend_on_what_was_scored_before(
     case: Case, dtype: torch.dtype, product: str, method: str
@@ -235,8 +235,7 @@ def test_scores_do_not_depend_on_what_was_scored_before(
         assert torch.equal(first, third)
 
 
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=["float32", "float64"])
+@pytest.mark.parametrize(("case", "dtype"), FEW_IN_PRECISIONS, ids=PRECISION_NAMES)
 def test_scores_do_not_depend_on_earlier_products(case: Case, dtype: torch.dtype) -> None:
     """Neither on products before the first score, which measures the step, nor on those in between."""
     fresh = everything(scorer(case, "finite-difference", "directional", dtype))
@@ -245,6 +244,7 @@ def test_scores_do_not_depend_on_earlier_products(case: Case, dtype: torch.dtype
     used.gnh.matvec(vector)
     before = everything(used)
     used.gnh.sample(4, generator()).matvec(vector)
+    used.gnh.restore_state({"gain": 1e6, "curvature": 1e9, "epsilon": 1e-3})
     assert torch.equal(everything(used), before)
     assert torch.equal(before, fresh)
 
@@ -294,7 +294,7 @@ def test_the_work_of_a_linear_layer_is_counted() -> None:
     assert Scorer(gnh, gnh.zeros(2)).work == work
 
 
-@pytest.mark.parametrize("flops", [1e3, 1e6, 1e9])
+@pytest.mark.parametrize("flops", [1e4, 1e9])
 @pytest.mark.parametrize("launches", [1, 300])
 @pytest.mark.parametrize("parameters", [1_000, 10_000_000])
 @pytest.mark.parametrize("batch", [1, 64])

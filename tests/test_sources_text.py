@@ -326,7 +326,7 @@ def test_bos_makes_a_prompt_of_its_own() -> None:
         ),
         (pairs(("", "abc")), "the prompt is empty and the tokenizer adds no BOS; give at least one token"),
         (rows("a"), "has 1 token, none to predict after the first"),
-        (RowList([{"prompt": "a"}], name="data"), "has no field 'text'; it has 'prompt'"),
+        (RowList([{"prompt": "a"}], name="data"), "has no field 'completion'; it has 'prompt'"),
         (RowList([{"prompt": 1, "completion": "b"}], name="data"), r"'prompt' is 1 \(int\), not text"),
         (RowList([{"id": 1, "text": "ab"}] * 2, name="data"), "have the same id '1'"),
     ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from whence.attribution.showing import ask, describer, ends_of_rankings, token_s
 from whence.candidates import Shortlist
 from whence.data import TermSet
 from whence.errors import DataError, OptionError
+from whence.exhibit import Exhibit
 from whence.gauss_newton import GaussNewton, Product
 from whence.scoring import Method, Scorer
 from whence.selection import ParameterFilter
@@ -132,40 +134,72 @@ def attribute(
     asked = _questions(queries, gnh)
     positions, not_scored = _choose(candidates, len(gnh.terms))
     config = settings.config() | _identity(gnh, asked, positions, not_scored, title)
-    run = Run(run_dir, config)
-    if run.path is not None and on_run is not None:
-        on_run(run.path)
-    if run.path is not None and (run.path / "result.json").exists():
-        return load(run.path)
-    seconds: dict[str, float] = {}
 
-    def guess(example: Any, index: int) -> Any:
+    def guess(example: Any, index: int) -> Exhibit:
         return exhibit_of(example, index, tokenizer=tokenizer, class_names=class_names)
 
+    job = _Job(
+        gnh=gnh,
+        queries=asked,
+        positions=positions,
+        settings=settings,
+        show_query=describer(queries, guess),
+        show_example=describer(train, guess)
+        if describe is None
+        else lambda index: describe(train[index], index),
+        class_names=class_names,
+        checkpoint_seconds=checkpoint_seconds,
+        part_size=part_size,
+    )
+    with Run(run_dir, config) as run:
+        if run.path is not None and on_run is not None:
+            on_run(run.path)
+        if run.path is not None and (run.path / "result.json").exists():
+            return load(run.path)
+        return _carry_out(job, run, title=title, not_scored=not_scored, config=config)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything that the phases work on, checked."""
+
+    gnh: GaussNewton
+    queries: TermSet
+    positions: Tensor
+    settings: Settings
+    show_query: Callable[[int], Exhibit]
+    show_example: Callable[[int], Exhibit]
+    class_names: Sequence[str] | None
+    checkpoint_seconds: float
+    part_size: int | None
+
+
+def _carry_out(job: _Job, run: Run, *, title: str, not_scored: str, config: dict[str, Any]) -> Attribution:
+    """The phases, one after the other."""
+    gnh, settings, seconds = job.gnh, job.settings, dict[str, float]()
     with _timed(seconds, "queries"):
-        losses, exhibits = ask(gnh, asked, describer(queries, guess), class_names)
-        rhs = phases.query_gradients(run, gnh, asked)
+        losses, asked = ask(gnh, job.queries, job.show_query, job.class_names)
+        rhs = phases.query_gradients(run, gnh, job.queries)
     with _timed(seconds, "spectrum"):
         plan = phases.make_plan(run, gnh, settings)
     with _timed(seconds, "solve"):
-        solve, solved = phases.solve(run, gnh, plan, rhs, settings, checkpoint_seconds)
+        solve, solved = phases.solve(run, gnh, plan, rhs, settings, job.checkpoint_seconds)
     with _timed(seconds, "scores"):
         between = torch.stack([chain.gram(rhs).T for chain in solved])
-        scorer = Scorer(gnh, phases.directions(solved, rhs if baseline else None), method=method)
-        parts = phases.parts_of(scorer, positions, part_size)
-        scores = phases.score(run, scorer, parts, len(solved), len(asked))
+        along = phases.directions(solved, rhs if settings.baseline else None)
+        scorer = Scorer(gnh, along, method=settings.method)
+        parts = phases.parts_of(scorer, job.positions, job.part_size)
+        scores = phases.score(run, scorer, parts, len(solved), len(job.queries))
         score_method = scorer.describe()
-        del scorer  # a copy of all solutions
+        del scorer, along  # a copy of all solutions
     with _timed(seconds, "page"):
-        ends = ends_of_rankings(scores, shown)
-        describe_one = (
-            describer(train, describe or guess) if describe is None else lambda i: describe(train[i], i)
-        )
-        shown_indices = sorted({int(scores.indices[position]) for end in ends for position in end})
+        ends = ends_of_rankings(scores, settings.shown)
         tokens = {}
-        if isinstance(task, LanguageModeling):
-            wanted = [sorted(int(positions[position]) for position in end) for end in ends]
+        if isinstance(gnh.task, LanguageModeling):
+            wanted = [sorted(int(job.positions[position]) for position in end) for end in ends]
             tokens = token_shares(gnh, solved, wanted)
+        shown = sorted({int(scores.indices[position]) for end in ends for position in end})
+        exhibits = {index: job.show_example(index) for index in shown}
     result = Attribution(
         chain_scores=scores.chains,
         indices=scores.indices,
@@ -177,8 +211,8 @@ def attribute(
         query_products=between.cpu(),
         query_dots=rhs.gram(rhs).cpu(),
         solve=solve,
-        queries=exhibits,
-        exhibits={index: describe_one(index) for index in shown_indices},
+        queries=asked,
+        exhibits=exhibits,
         token_scores=tokens,
         not_scored=not_scored,
         score_method=score_method,

@@ -31,11 +31,10 @@ __all__ = [
 
 def save(result: Attribution, directory: Path) -> None:
     """Write everything of a result into a new directory (or over an earlier save of the same settings)."""
-    run = Run(directory, dict(result.settings))
-    assert run.path is not None
     part = PartOfScores(result.indices, result.terms, result.chain_scores, result.dot_products)
-    ScoreParts(run.path / "scores").write(0, part)
-    write_result(result, run.path, parts=1)
+    with Run(directory, dict(result.settings)):
+        ScoreParts(directory / "scores").write(0, part)
+        write_result(result, directory, parts=1)
 
 
 def write_result(result: Attribution, directory: Path, *, parts: int) -> None:

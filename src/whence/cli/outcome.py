@@ -31,7 +31,7 @@ def out() -> Console:
 
 def say(message: str) -> None:
     """Tell the user something that is not the result."""
-    Console(stderr=True, highlight=False).print(message)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(message)
 
 
 def print_json(value: Any) -> None:

@@ -58,7 +58,7 @@ def show_result(console: Console, result: Attribution, k: int) -> None:
             if rows:
                 console.print(_table(result, rows, name))
     if result.not_scored:
-        console.print(f"not everything was scored: {escape(result.not_scored)}")
+        console.print(f"not everything was scored: {escape(result.not_scored)}", soft_wrap=True)
     for event in result.solve.events:
         console.print(f"[yellow]note:[/] {escape(event)}")
 

@@ -34,7 +34,8 @@ def layout_of(records: Records, text_field: str | None) -> Layout:
     first = records[0]
     if "messages" in first:
         return "messages"
-    return "pair" if "prompt" in first and "completion" in first else "text"
+    # One of the two without the other is a row that lacks a field, and is said to be.
+    return "pair" if ("prompt" in first or "completion" in first) and "text" not in first else "text"
 
 
 def read_document(

@@ -17,8 +17,10 @@ A phase whose file is there is not computed again. Everything is written atomica
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -51,6 +53,7 @@ class Run:
 
     def __init__(self, path: str | Path | None, config: Mapping[str, Any]) -> None:
         self.path = None if path is None else Path(path)
+        self._unlock: Callable[[], Any] = lambda: None
         if self.path is None:
             return
         try:
@@ -59,7 +62,17 @@ class Run:
             raise StorageError(
                 f"cannot make the directory {self.path} ({error}); choose another one"
             ) from error
-        self._lock = _lock(self.path)
+        lock = _lock(self.path)
+        if lock is not None:
+            self._unlock = weakref.finalize(self, os.close, lock)
+        try:
+            self._open(config)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _open(self, config: Mapping[str, Any]) -> None:
+        assert self.path is not None
         for leftover in self.path.rglob(TEMPORARY + "*"):  # of a process that was killed
             with contextlib.suppress(OSError):
                 leftover.unlink()
@@ -103,6 +116,13 @@ class Run:
                 WhenceWarning,
                 stacklevel=3,
             )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let others use the directory."""
+        self._unlock()
 
     # --- phases ------------------------------------------------------------------------------------------
 
@@ -164,14 +184,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-def _lock(path: Path) -> Any:
+def _lock(path: Path) -> int | None:
     """Keep other processes out for as long as this one lives; the lock dies with the process."""
     try:
         import fcntl
     except ImportError:  # no such locks on this system
         return None
     try:
-        handle = (path / "lock").open("w")
+        handle = os.open(path / "lock", os.O_WRONLY | os.O_CREAT, 0o666)
     except OSError as error:
         raise StorageError(
             f"{path} cannot be written to ({error}). Change its permissions, or choose another directory"
@@ -179,7 +199,7 @@ def _lock(path: Path) -> Any:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        handle.close()
+        os.close(handle)
         raise RunDirectoryError(
             f"{path} is being used by another process; wait for it, or give another directory"
         ) from error
