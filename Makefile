@@ -4,19 +4,19 @@ VENV := .venv
 BENCH_VENV := .venv-bench
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow check format bench clean
+.PHONY: help demo test test-slow check format bench browser clean
 
 help:
-	@echo "make demo       train a small digits model and attribute its predictions (minutes)"
+	@echo "make demo       train two small models, ask them questions, write the pages (minutes)"
 	@echo "make test       the test suite (minutes)"
 	@echo "make test-slow  the tests that need minutes each or downloaded weights"
 	@echo "make check      lint, types, import contracts"
 	@echo "make bench      speed and memory beside the peers"
 
 demo: $(VENV)/.installed
-	$(VENV)/bin/python examples/digits.py
+	$(VENV)/bin/whence demo --output demo
 
-test: $(VENV)/.installed
+test: $(VENV)/.installed browser
 	$(VENV)/bin/python -m pytest
 
 test-slow: $(VENV)/.installed
@@ -35,6 +35,14 @@ format: $(VENV)/.installed
 bench: $(BENCH_VENV)/.installed
 	$(BENCH_VENV)/bin/python -m benchmarks.products
 	$(BENCH_VENV)/bin/python -m benchmarks.memory
+	$(BENCH_VENV)/bin/python -m benchmarks.scoring
+
+# Pages are tested in a real browser. Where it is missing and may be installed, it is.
+browser:
+	@if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; \
+	  else echo "chromium and chromedriver are missing: the tests of the pages will be skipped"; fi; fi
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

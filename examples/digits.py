@@ -65,9 +65,7 @@ def main() -> None:
 
     console.rule("Plan")
     damping = spectrum.lambda_max.value / 100
-    measured = spectrum.sampling_constant
-    constant = max(2.0, measured.value) if measured is not None else 2.0
-    plan = whence.Plan.from_spectrum(spectrum, damping, C=constant).refined(4)
+    plan = whence.Plan.from_spectrum(spectrum, damping, C=spectrum.safe_constant).refined(4)
     console.print(str(plan))
 
     console.rule("Solution")

@@ -307,3 +307,7 @@ def hostile_report() -> Report:
     return report(
         (one,), evidence, title=BREAKOUT, not_scored=BREAKOUT, settings={SCRIPT: BREAKOUT, "lone": "\ud800"}
     )
+
+
+#: Name -> how to make it.
+REPORTS = {"text": text_report, "image": image_report, "hostile": hostile_report}

@@ -208,7 +208,7 @@ def test_a_function_that_gives_everything(place: Path, tmp_path: Path) -> None:
         ({"--queries": "unanswered.jsonl"}, "completion"),
         ({"--candidates": "unknown.txt"}, "no-such-id"),
         ({"--candidates": "bm25"}, "unknown|bm25"),
-        ({"--damping": "much"}, "--damping is 'much'"),
+        ({"--damping": "much"}, "damping is 'much'"),
         ({"--damping": "-1"}, "damping is -1"),
         ({"--params": "layers.*"}, "layers"),
         ({"--max-length": "100000"}, "context holds"),

@@ -32,20 +32,23 @@ def test_types_are_shipped() -> None:
     assert files("whence").joinpath("py.typed").is_file()
 
 
-def test_the_readme_example_runs_as_printed() -> None:
+def test_the_readme_examples_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from digits import load, train_mlp
 
     train_set, test_set = load()
     subset = torch.utils.data.TensorDataset(*(t[:200] for t in train_set.tensors))
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
     scope = {
         "model": train_mlp(train_set, epochs=5),
         "train_set": subset,
         "queries": [test_set[0], test_set[1]],
     }
-    exec(code, scope)
+    exec("".join(blocks), scope)
     assert scope["scores"].shape == (2, 200)
     assert bool((scope["stderr"] > 0).all())
+    assert scope["similarity"].shape == (2, 2)
+    assert (tmp_path / "report.html").is_file()
 
 
 def test_importing_whence_does_not_import_transformers() -> None:

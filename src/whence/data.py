@@ -118,7 +118,7 @@ class TermSet:
 
     def look_through(self, count: int) -> None:
         """Read up to ``count`` examples, spread over the data, for the errors that reading raises."""
-        spread = torch.linspace(0, len(self) - 1, min(count, len(self))).long()
+        spread = torch.linspace(0, len(self) - 1, min(count, len(self)), dtype=torch.float64).long()
         for _ in self.batches(spread, 64):
             pass
 

@@ -9,16 +9,18 @@ few percent, one that is too large diverges. So λmax and the trace enter at the
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from whence.errors import OptionError
 from whence.spectrum import Spectrum
 
-__all__ = ["Plan", "auto_damping", "format_bytes", "format_duration"]
+__all__ = ["Plan", "auto_damping", "check_damping", "format_bytes", "format_duration", "resolve_damping"]
 
 #: κ = λmax/λ of the automatic damping.
 AUTO_CONDITION_NUMBER = 200.0
+_PART_OF_LAMBDA_MAX = re.compile(r"(?:lambda_max|λmax) */ *(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 
 
 def auto_damping(spectrum: Spectrum) -> float:
@@ -30,6 +32,31 @@ def auto_damping(spectrum: Spectrum) -> float:
     models, and with it what a given λ means.
     """
     return spectrum.lambda_max.value / AUTO_CONDITION_NUMBER
+
+
+def check_damping(damping: float | str) -> None:
+    """Refuse what `resolve_damping` could not use, before anything is measured."""
+    if isinstance(damping, str):
+        part = _PART_OF_LAMBDA_MAX.fullmatch(damping)
+        if damping != "auto" and (part is None or not 0 < float(part[1]) < math.inf):
+            raise OptionError(
+                f"damping is {damping!r}; give a positive number, 'auto' (λmax/200), or a part of λmax as "
+                "'lambda_max/50'"
+            )
+    elif not 0 < damping < math.inf:
+        raise OptionError(f"damping is {damping}; give a positive number or 'auto' (λmax/200)")
+
+
+def resolve_damping(damping: float | str, spectrum: Spectrum) -> float:
+    """λ itself, from a number, ``"auto"``, or ``"lambda_max/50"``."""
+    check_damping(damping)
+    if not isinstance(damping, str):
+        return damping
+    if damping == "auto":
+        return auto_damping(spectrum)
+    part = _PART_OF_LAMBDA_MAX.fullmatch(damping)
+    assert part is not None
+    return spectrum.lambda_max.value / float(part[1])
 
 
 @dataclass(frozen=True)
@@ -109,23 +136,23 @@ class Plan:
     def tuned(
         cls,
         spectrum: Spectrum,
-        damping: float | Literal["auto"] = "auto",
+        damping: float | str = "auto",
         *,
         num_terms: int,
         chains: int = 4,
-        refine: float = 1.0,
+        refine: float = 2.0,
     ) -> Plan:
         """The plan that needs no tuning: damping and C from the measured spectrum, the batch within the data.
 
         Args:
             spectrum: measured.
-            damping: λ, or ``"auto"``: `auto_damping`.
+            damping: λ, ``"auto"`` (`auto_damping`), or a part of λmax, as ``"lambda_max/50"``.
             num_terms: of the data; a batch cannot be larger, and a shorter step makes up for it.
             chains: independent runs.
-            refine: cost of each chain as a multiple of the paper's plan; see `refined`.
+            refine: cost of each chain as a multiple of the paper's plan; see `refined`. At 1, what the start leaves
+                behind is not small beside the averaged noise, and intervals may cover a little too little.
         """
-        if damping == "auto":
-            damping = auto_damping(spectrum)
+        damping = resolve_damping(damping, spectrum)
         plan = cls.from_spectrum(spectrum, damping, C=spectrum.safe_constant, chains=chains).refined(refine)
         return plan._within(num_terms)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ def attribute(
     queries: Any,
     *,
     task: Task,
-    damping: float | Literal["auto"] = "auto",
+    damping: float | str = "auto",
     params: ParameterFilter | None = None,
     solver: SolverChoice = "auto",
     product: Product = "auto",
@@ -79,7 +79,8 @@ def attribute(
         queries: examples whose loss is to be explained: a sequence like the training data, such as
             ``[task.query(prompt, completion)]``.
         task: what the model's outputs mean.
-        damping: λ, or ``"auto"``: λmax/200, from the measured spectrum (`whence.plan.auto_damping`).
+        damping: λ, or ``"auto"``: λmax/200, from the measured spectrum (`whence.plan.auto_damping`); any other part
+            of λmax is written ``"lambda_max/50"``.
         params: which parameters: a predicate on names or glob patterns; all trainable ones by default.
         solver: ``"auto"`` or ``"lissa"``: LiSSA under a plan made from the measured spectrum; or a `Lissa` with a
             plan of your own.

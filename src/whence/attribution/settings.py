@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from whence.errors import OptionError
 from whence.gauss_newton import Product
+from whence.plan import check_damping
 from whence.scoring import Method
 from whence.solvers import Lissa
 
@@ -20,7 +20,7 @@ SolverChoice = Literal["auto", "lissa"] | Lissa
 class Settings:
     """The numbers and names behind an attribution; `whence.attribute` explains each."""
 
-    damping: float | Literal["auto"] = "auto"
+    damping: float | str = "auto"
     solver: SolverChoice = "auto"
     product: Product = "auto"
     chains: int = 4
@@ -33,11 +33,7 @@ class Settings:
     lanczos_terms: int = 4096
 
     def __post_init__(self) -> None:
-        if isinstance(self.damping, str):
-            if self.damping != "auto":
-                raise OptionError(f"damping is {self.damping!r}; give a positive number or 'auto' (λmax/200)")
-        elif not 0 < self.damping < math.inf:
-            raise OptionError(f"damping is {self.damping}; give a positive number or 'auto' (λmax/200)")
+        check_damping(self.damping)
         if not isinstance(self.solver, Lissa) and self.solver not in ("auto", "lissa"):
             raise OptionError(f"solver is {self.solver!r}; it must be 'auto', 'lissa' or a Lissa(plan)")
         if self.method not in ("auto", "directional", "gradients"):

@@ -26,8 +26,8 @@ LEARNING_RATE = 4e-3
 WARM_UP = 50
 WEIGHT_DECAY = 0.1
 
-#: What the attribution is over: the transformer's layers, without embeddings, head and last norm.
-PARAMS = ["model.layers.*"]
+#: What the attribution is over: the last layer, without embeddings and head. All layers do no better and cost twice.
+PARAMS = ["model.layers.1.*"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ def attribute_text(run_dir: Path | None = None) -> TextDemo:
         params=PARAMS,
         title="Where did these completions come from?",
         run_dir=run_dir,
-        damping="auto",
+        damping="lambda_max/50",
+        refine=1.0,
     )
     return TextDemo(result, QUESTIONS, data, sum(p.numel() for p in model.parameters()))
 

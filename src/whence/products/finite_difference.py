@@ -37,6 +37,8 @@ _MAX_CORRECTIONS = 12
 _NUMBERS_LOOKED_AT = 100_000
 _EXTRAPOLATE_ABOVE = 1.5e-3  # expected relative error beyond which central differences are extrapolated
 
+_EXTRAPOLATE_SCORES_ABOVE = 1e-2  # the same for scores, whose solver's error is larger than that
+
 
 @dataclass
 class BaseForward:
@@ -81,7 +83,8 @@ class FiniteDifferences:
             self._uses: ParameterUses = observe_uses(model, everything, lambda: network.outputs(batch))
         self._kinked = bool(recorder.patterns)
         first = next(iter(network.parameters.values()))
-        self._epsilon = torch.finfo(torch.promote_types(first.dtype, torch.float32)).eps
+        self._precision = torch.finfo(torch.promote_types(first.dtype, torch.float32)).eps
+        self._epsilon = self._precision
         #: RMS output change per unit of ‖δu‖ in the last product: predicts the next δ.
         self.gain: float | None = None
         #: Relative second difference per unit of output change in the last central product.
@@ -126,7 +129,7 @@ class FiniteDifferences:
 
     def calibrate(self, batch: Batch, vector: Mapping[str, Tensor]) -> tuple[StepMemory, float]:
         """What `loss_derivatives` needs to know of a direction, measured on one batch: memory and δ."""
-        self.gain = self.curvature = None
+        self.memory = StepMemory(None, None, self._precision)
         base = self.base(batch, graph=False)
         self.tangent(base, batch, vector)
         norm = float(ParamVector(dict(vector)).norm())
@@ -141,21 +144,29 @@ class FiniteDifferences:
     ) -> Tensor:
         """``(ℓ(θ+δu) - ℓ(θ-δu)) / 2δ`` of every term's loss: two forwards, no pass at θ and no backward.
 
-        Depends on the batch and the calibration only, not on what was computed before. Where the network has
-        kinks, a pass at θ records them first.
+        Depends on the batch and the calibration only, not on what was computed before. The step suits the example
+        that moves most. Where no step is good enough, differences are extrapolated at the price of two more
+        forwards; where the network has kinks, a pass at θ records them first.
         """
         self.memory, step = calibration
         kinks = self.base(batch, graph=False) if self._kinked else BaseForward(torch.empty(0))
         if self._wide is not None:
             batch = batch.to(self.network.device, self._wide)
-        for _ in range(_MAX_CORRECTIONS):
+        for attempt in range(_MAX_CORRECTIONS):
             ahead = self._outputs_at(step, kinks, batch, vector)
             behind = self._outputs_at(-step, kinks, batch, vector)
-            aim, moved = self._aim(ahead), _rms(_some(ahead) - _some(behind)) / 2
-            if moved == 0.0 or aim / (2 * _ACCEPT) <= moved <= aim * _ACCEPT:
+            aim, moved = self._aim(ahead), _largest_rms(ahead, behind) / 2
+            near = aim / (2 * _ACCEPT) <= moved <= aim * _ACCEPT
+            if moved == 0.0 or near or attempt == _MAX_CORRECTIONS - 1:
                 break
             step *= _correction(aim, moved)
-        return (losses(ahead) - losses(behind)).div_(2 * step)
+        fine = (losses(ahead) - losses(behind)).div_(2 * step)
+        if moved == 0.0 or self._expected_error(ahead, moved) <= _EXTRAPOLATE_SCORES_ABOVE:
+            return fine
+        del ahead, behind
+        far = losses(self._outputs_at(2 * step, kinks, batch, vector))
+        far -= losses(self._outputs_at(-2 * step, kinks, batch, vector))
+        return fine.mul_(4).sub_(far.div_(4 * step)).div_(3)
 
     def _central(
         self, origin: Tensor, base: BaseForward, batch: Batch, vector: Mapping[str, Tensor], norm: float
@@ -277,6 +288,15 @@ def _some(outputs: Tensor) -> Tensor:
 
 def _rms(change: Tensor) -> float:
     return float(torch.linalg.vector_norm(change)) / math.sqrt(max(change.numel(), 1))
+
+
+def _largest_rms(ahead: Tensor, behind: Tensor) -> float:
+    """RMS change of the example that moved most."""
+    rows = ahead.shape[0]
+    stride = max(1, ahead.numel() // (_NUMBERS_LOOKED_AT * max(rows // 8, 1))) | 1
+    change = ahead.reshape(rows, -1)[:, ::stride] - behind.reshape(rows, -1)[:, ::stride]
+    norms = torch.linalg.vector_norm(change, dim=1)
+    return float(norms.max()) / math.sqrt(max(change.shape[1], 1))
 
 
 def _correction(aim: float, moved: float) -> float:

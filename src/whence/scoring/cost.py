@@ -31,7 +31,7 @@ from whence.tasks import Batch
 __all__ = ["Work", "count_work"]
 
 #: Flops that a device does in the time of (launching one kernel, moving one number through memory).
-_EXCHANGE = {"cpu": (3e5, 15.0), "cuda": (5e7, 40.0)}
+_EXCHANGE = {"cpu": (1.5e6, 15.0), "cuda": (5e7, 40.0)}
 _SLOWER_ALONE = 1.2
 
 

@@ -56,31 +56,14 @@ class DirectionalDerivatives:
     def _exact(self, batch: Batch) -> Tensor:
         gnh = self._gnh
         if len(self._columns) > 1 and gnh.vectorises(batch, self._directions):
-            outputs, slope = self._slope(batch)
-            parts = [
-                torch.einsum("k...c,...c->k...", tangents, slope).double()
-                for tangents in gnh.tangents(outputs, batch, self._directions)
-            ]
-            return torch.cat(parts)
-        rows: list[Tensor] = []
+            with torch.no_grad():
+                outputs = gnh.network.outputs(batch)
+            check_finite(outputs)
+            parts = gnh.tangents(outputs, batch, self._directions)
+            return torch.cat([gnh.task.loss_derivatives(outputs, tangents, batch) for tangents in parts])
+        rows = []
         for column in self._columns:
             outputs, tangent = tangent_only(gnh.network, batch, column)
-            if not rows:
-                check_finite(outputs)
-                slope = _output_gradient(gnh, outputs, batch)
-            rows.append(tangent.mul_(slope).sum(-1, dtype=torch.float64))
+            check_finite(outputs)
+            rows.append(gnh.task.loss_derivatives(outputs, tangent, batch))
         return torch.stack(rows)
-
-    def _slope(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            outputs = self._gnh.network.outputs(batch)
-        check_finite(outputs)
-        return outputs, _output_gradient(self._gnh, outputs, batch)
-
-
-def _output_gradient(gnh: GaussNewton, outputs: Tensor, batch: Batch) -> Tensor:
-    """``∂ℓ_i/∂h_i`` of every term, in one backward through the loss alone: terms do not mix."""
-    with torch.enable_grad():
-        leaf = outputs.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(gnh.task.losses(leaf, batch).sum(), leaf)
-    return slope

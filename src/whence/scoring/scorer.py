@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from whence.data import TermSet
-from whence.errors import OptionError
+from whence.errors import OptionError, VectorError
 from whence.gauss_newton import GaussNewton
 from whence.scoring.cost import Work, count_work
 from whence.scoring.directional import DirectionalDerivatives
@@ -57,11 +57,18 @@ class Scorer:
     ) -> None:
         if method not in ("auto", "directional", "gradients"):
             raise OptionError(f"method is {method!r}; it must be 'auto', 'directional' or 'gradients'")
+        if not isinstance(directions, ParamVector):
+            raise VectorError(
+                f"directions are a {type(directions).__name__}; give a ParamVector, such as a solution's value"
+            )
         if directions.columns is None:
             directions = ParamVector.stack([directions])
         gnh.zeros().check_same_space(directions, "direction")
+        if not directions.is_finite():
+            raise VectorError("a direction holds NaN or infinity: its solve did not end well. Solve it again")
         self.gnh, self.directions = gnh, directions
         self.terms = gnh.terms if data is None else TermSet(data, gnh.task, gnh.network.device)
+        self.terms.width = gnh.terms.width
         self._pilot = self.terms.fetch(self.terms.longest(2))
         #: The counted work of one example, and what the choice was made from.
         self.work: Work = count_work(gnh.network, self._pilot, gnh.micro_batch)
@@ -90,7 +97,11 @@ class Scorer:
         )
         other = "gradients" if self.method == "directional" else "directional"
         ratio = self._costs[other] / self._costs[self.method]
-        return f"{how}, {ratio:.2g} times cheaper than the other way for {self.directions.columns} directions"
+        count = self.directions.columns or 1
+        along = f"{count} direction{'' if count == 1 else 's'}"
+        if ratio < 1:
+            return f"{how}, as asked for; the other way would cost 1/{1 / ratio:.2g} of it for {along}"
+        return f"{how}, {ratio:.2g} times cheaper than the other way for {along}"
 
     def score(self, positions: Tensor) -> Tensor:
         """``[k, len(positions)]`` in float64."""
@@ -118,6 +129,8 @@ class Scorer:
 
     def _shares(self, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Micro-batches of similar lengths: their columns, and ``[k, examples, terms]``."""
+        if len(positions) == 0:
+            return
         for columns in self.terms.by_length(positions).split(self.gnh.micro_batch):
             batch = self.terms.fetch(positions[columns])
             counts = self.gnh.task.num_terms(batch).clamp_min(1).reshape(1, -1, 1)

@@ -141,6 +141,7 @@ class Lissa(Solver):
             state.events.append(f"{diverged.message} Starting again with {_settings(state.plan)}.")
             warnings.warn(state.events[-1], WhenceWarning, stacklevel=3)
         if journal is not None:
+            state.operator = A.operator.state()  # telling the cause of a divergence took a product, too
             journal.record(state, now=True)
 
     def start(self, A: Damped, rhs: ParamVector, seed: int) -> Chain:

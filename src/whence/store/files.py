@@ -22,10 +22,19 @@ from torch import Tensor
 
 from whence.errors import RunDirectoryError, StorageError
 
-__all__ = ["TEMPORARY", "read_json", "read_tensors", "replace_file", "write_json", "write_tensors"]
+__all__ = [
+    "TEMPORARY",
+    "read_json",
+    "read_object",
+    "read_tensors",
+    "replace_file",
+    "write_json",
+    "write_tensors",
+]
 
 #: How temporary files begin; what a killed process left is cleaned up by its prefix.
 TEMPORARY = ".unfinished-"
+_ORDER = "order of the tensors"
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
@@ -47,10 +56,11 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         temporary.replace(path)
         _sync_directory(path.parent)
     except (OSError, SafetensorError) as error:
-        if temporary is not None:
+        raise StorageError(_explain(path, error)) from error
+    finally:
+        if temporary is not None:  # it is in its place by now, or not needed any more
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        raise StorageError(_explain(path, error)) from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -62,18 +72,31 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read what `write_json` wrote."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
             f"{path} cannot be read ({error}): it was not written by whence, or was changed since. "
             "Delete the directory and run again"
         ) from error
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object that `write_json` wrote."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise RunDirectoryError(
+            f"{path} holds a {type(value).__name__}, not an object: it was changed since it was written. "
+            "Delete the directory and run again"
+        )
+    return value
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Write tensors as safetensors, with JSON values as metadata."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    notes = {name: json.dumps(value) for name, value in metadata.items()}
+    # The format sorts its tensors; sums over them come out in other bits in another order.
+    notes = {name: json.dumps(value) for name, value in {**metadata, _ORDER: list(tensors)}.items()}
     replace_file(path, lambda temporary: save_file(contiguous, temporary, metadata=notes))
 
 
@@ -81,10 +104,10 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[s
     """Read what `write_tensors` wrote."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            # Copies, in memory aligned as torch's own is: the last bits of an inner product depend on it.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
             metadata = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
-    except (OSError, SafetensorError, ValueError) as error:
+            # Copies, in memory aligned as torch's own is: the last bits of an inner product depend on it.
+            tensors = {name: file.get_tensor(name).clone() for name in metadata.pop(_ORDER)}
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise RunDirectoryError(
             f"{path} cannot be read ({error}): it was changed since it was written. "
             "Delete the directory and run again"

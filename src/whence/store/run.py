@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from whence.errors import RunDirectoryError, StorageError, WhenceWarning
-from whence.store.files import TEMPORARY, read_json, read_tensors, write_json, write_tensors
+from whence.store.files import TEMPORARY, read_json, read_object, read_tensors, write_json, write_tensors
 
 __all__ = ["FORMAT", "Run", "environment", "read_config"]
 
@@ -62,6 +62,7 @@ class Run:
             raise StorageError(
                 f"cannot make the directory {self.path} ({error}); choose another one"
             ) from error
+        self._refuse_what_is_no_run()
         lock = _lock(self.path)
         if lock is not None:
             self._unlock = weakref.finalize(self, os.close, lock)
@@ -70,6 +71,16 @@ class Run:
         except BaseException:
             self._unlock()
             raise
+
+    def _refuse_what_is_no_run(self) -> None:
+        """A directory with other things in it is left as it is."""
+        assert self.path is not None
+        names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(TEMPORARY)}
+        foreign = sorted(names - {"lock", "environment.json"})  # a run whose beginning was cut off has these
+        if foreign and "config.json" not in names:
+            raise RunDirectoryError(
+                f"{self.path} is not empty ({foreign[0]!r} is there) and holds no run; give a new directory"
+            )
 
     def _open(self, config: Mapping[str, Any]) -> None:
         assert self.path is not None
@@ -83,11 +94,6 @@ class Run:
 
     def _begin(self, config: Mapping[str, Any]) -> None:
         assert self.path is not None
-        others = [entry.name for entry in self.path.iterdir() if entry.name != "lock"]
-        if others:
-            raise RunDirectoryError(
-                f"{self.path} is not empty ({sorted(others)[0]!r} is there) and holds no run; give a new directory"
-            )
         write_json(self.path / "environment.json", environment())
         write_json(self.path / "config.json", {"format": FORMAT, **config})
 
@@ -105,7 +111,7 @@ class Run:
                 f"{self.path} holds a run of another configuration ({'; '.join(differences)}). "
                 "Give another directory, or the same settings to go on with that run"
             )
-        before, now = read_json(self.path / "environment.json"), environment()
+        before, now = read_object(self.path / "environment.json"), environment()
         changed = [
             f"{name} {before[name]} → {now.get(name)}" for name in before if before[name] != now.get(name)
         ]
@@ -149,7 +155,7 @@ class Run:
 
 def read_config(path: Path) -> dict[str, Any]:
     """A run's configuration, its format checked."""
-    config: dict[str, Any] = read_json(path / "config.json")
+    config = read_object(path / "config.json")
     found = config.pop("format", None)
     if found != FORMAT:
         raise RunDirectoryError(

@@ -130,6 +130,16 @@ class Task(ABC):
     def losses(self, outputs: Tensor, batch: Batch) -> Tensor:
         """``ℓ_i`` in nats, ``[examples]`` or ``[examples, positions]``, zero where there is no term."""
 
+    def loss_derivatives(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
+        """``⟨∂ℓ_i/∂h_i, t_i⟩`` of every term, in float64. ``tangents`` may have one leading dimension.
+
+        One backward through the loss alone gives every term's slope: terms do not mix.
+        """
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.losses(leaf, batch).sum(), leaf)
+        return torch.einsum("...c,...c->...", tangents.to(slope.dtype), slope.expand_as(tangents)).double()
+
     @abstractmethod
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         """``S_i t_i`` per term, zero where there is no term. ``tangents`` may have leading dimensions."""

@@ -68,6 +68,18 @@ class CategoricalTask(Task):
         losses = F.cross_entropy(rows, batch.targets.reshape(-1), ignore_index=IGNORED, reduction="none")
         return losses.reshape(batch.targets.shape)
 
+    def loss_derivatives(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
+        # ⟨p - e_y, t⟩, in two passes over the logits.
+        ignored = batch.targets == IGNORED
+        labels = batch.targets.masked_fill(ignored, 0).unsqueeze(-1)
+        dtype = torch.float64 if outputs.dtype == torch.float64 else torch.float32
+        probabilities = outputs.detach().softmax(-1, dtype=dtype)
+        tangents = tangents.to(dtype)
+        expected = torch.linalg.vecdot(probabilities, tangents)
+        chosen = tangents.gather(-1, labels.expand(*tangents.shape[:-1], 1)).squeeze(-1)
+        derivatives: Tensor = (expected.double() - chosen).masked_fill_(ignored, 0.0)
+        return derivatives
+
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         # S is the Jacobian of the softmax, so its fused derivative is the product: one pass over the logits.
         dtype = torch.float64 if outputs.dtype == torch.float64 else torch.float32
