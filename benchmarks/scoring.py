@@ -127,7 +127,7 @@ def switch_point(workload: Workload, product: str, repeats: int) -> dict[str, An
     vectorised = product == "exact" and gnh.vectorises(batch, gnh.gradients(workload.data[:1]))
     work = count_work(gnh.network, batch, size)
     predicted = work.switch_point(exact=product == "exact", vectorised=vectorised)
-    measured, ratio = None, []
+    ratio: list[float] = []
     for k in DIRECTIONS:
         block = gnh.zeros(k).randn_like(torch.Generator().manual_seed(0))
         seconds = interleaved(
@@ -138,17 +138,26 @@ def switch_point(workload: Workload, product: str, repeats: int) -> dict[str, An
         pairs = zip(seconds["directional"], seconds["gradients"], strict=True)
         ratio.append(Quartiles.of([d / size / g for d, g in pairs]).median)
         if ratio[-1] > 1:
-            measured = k
             break
     return {
         "workload": workload.name,
         "product": product,
         "vectorised": vectorised,
         "predicted": predicted,
-        "measured": measured,
+        "measured": crossing(ratio),
         "largest_tried": DIRECTIONS[-1],
         "directional_over_gradients": dict(zip(DIRECTIONS, ratio, strict=False)),
     }
+
+
+def crossing(ratio: list[float]) -> float | None:
+    """Directions at which the ratio is one, between the two that were measured around it; None if beyond them."""
+    if ratio[-1] <= 1:
+        return None
+    if len(ratio) == 1:
+        return float(DIRECTIONS[0])
+    (below, above), (low, high) = DIRECTIONS[len(ratio) - 2 : len(ratio)], ratio[-2:]
+    return below + (above - below) * (1 - low) / (high - low)
 
 
 def _directional(gnh: GaussNewton, block: ParamVector, batch: Batch) -> Callable[[], Tensor]:
@@ -190,7 +199,7 @@ def main() -> None:
                 row["workload"],
                 row["product"] + (", vectorised" if row["vectorised"] else ""),
                 row["predicted"],
-                row["measured"] or f"> {row['largest_tried']}",
+                f"> {row['largest_tried']}" if row["measured"] is None else f"{row['measured']:.1f}",
                 "PASS" if _agrees(row) else "MISS",
             )
             for row in points

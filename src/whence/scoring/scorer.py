@@ -124,7 +124,8 @@ class Scorer:
         result = [torch.empty(0)] * len(positions)
         for columns, shares in self._shares(positions):
             for row, column in enumerate(columns.tolist()):
-                result[column] = shares[:, row]
+                alone = self.terms.fetch(positions[column : column + 1])  # without its batch's padding
+                result[column] = shares[:, row, : alone.targets[0].numel()]
         return result
 
     def _shares(self, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
