@@ -112,6 +112,17 @@ def choose(browser: Browser, value: str) -> None:
     browser.find_element("css selector", f'#q0 .sort-by option[value="{value}"]').click()
 
 
+@pytest.mark.parametrize("width", [360, 1200])
+def test_links_beside_a_long_title_stay_on_one_line(visit: Callable[..., Browser], width: int) -> None:
+    page = visit("text", width=width)
+    heights = page.execute_script(
+        """document.querySelectorAll(".question-head .id").forEach(e => e.textContent = "a long title ".repeat(9));
+           return [...document.querySelectorAll(".steps a")].map(a => a.getBoundingClientRect().height)"""
+    )
+    assert heights
+    assert max(heights) < 30
+
+
 def test_sorting_changes_the_order_that_is_seen(visit: Callable[..., Browser]) -> None:
     report = pages.text_report()
     one = report.questions[0]

@@ -124,7 +124,7 @@ def attribute_text(run_dir: Path | None = None) -> TextDemo:
     result = attribute(
         model,
         _Shown([{"input_ids": p.input_ids} for p in data], [_passage(p, tokenizer) for p in data]),
-        _Shown(queries, [_question(question, tokenizer) for question in QUESTIONS]),
+        _Shown(queries, [_question(question) for question in QUESTIONS]),
         task=task,
         params=PARAMS,
         title="Where did these completions come from?",
@@ -156,11 +156,9 @@ def _passage(passage: Passage, tokenizer: Any) -> Exhibit:
     return Exhibit(id=passage.name, text=passage.text, tokens=tokens, label=passage.topic)
 
 
-def _question(question: Question, tokenizer: Any) -> Exhibit:
+def _question(question: Question) -> Exhibit:
     expected = " or ".join(sorted(question.topics))
-    return Exhibit(
-        id=question.prompt, prompt=question.prompt, text=question.completion, note=f"topic: {expected}"
-    )
+    return Exhibit(id=f"about {expected}", prompt=question.prompt, text=question.completion)
 
 
 def train_model(data: Sequence[Passage], *, seed: int = 0, epochs: int = EPOCHS) -> nn.Module:
