@@ -7,9 +7,9 @@ import pydoc_data.topics
 import pytest
 import torch
 
-from assets import smollm2_directory
 from dense import relative_error
 from whence import GaussNewton, LanguageModeling, ParamVector, lanczos
+from whence.assets import smollm2_directory
 
 pytestmark = [
     pytest.mark.slow,
