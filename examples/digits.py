@@ -9,48 +9,22 @@ from __future__ import annotations
 import torch
 from rich.console import Console
 from rich.table import Table
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import whence
+from whence.demo.digits import load_digits_with_flipped_labels, train_digits
 
 QUERIES = 3
 console = Console()
 
 
-def load_data() -> tuple[TensorDataset, TensorDataset, Tensor]:
-    """1,400 training images, 397 test images, and which training labels were flipped."""
-    bunch = load_digits()
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(bunch.data), generator=generator)
-    x = torch.tensor(bunch.data, dtype=torch.float32)[order] / 16
-    y = torch.tensor(bunch.target)[order]
-    flipped = torch.rand(1400, generator=generator) < 0.05
-    wrong = torch.randint(1, 10, (int(flipped.sum()),), generator=generator)
-    y[:1400][flipped] = (y[:1400][flipped] + wrong) % 10
-    return TensorDataset(x[:1400], y[:1400]), TensorDataset(x[1400:], y[1400:]), flipped
-
-
-def train(data: TensorDataset) -> nn.Module:
-    """An ordinary training loop."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 10))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    x, y = data.tensors
-    for _ in range(40):
-        for index in torch.randperm(len(x)).split(64):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[index]), y[index]).backward()
-            optimizer.step()
-    return model.eval()
-
-
 def main() -> None:
     """Train, ask, answer."""
-    train_set, test_set, flipped = load_data()
+    digits = load_digits_with_flipped_labels()
+    train_set, test_set, flipped = digits.train, digits.test, digits.flipped
     console.rule("A model to ask about")
-    model = train(train_set)
+    model = train_digits(train_set)
     x, y = test_set.tensors
     guesses = model(x).argmax(1)
     misread = (guesses != y).nonzero().flatten()[:QUERIES]
