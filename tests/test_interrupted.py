@@ -20,7 +20,7 @@ def test_runs_killed_at_random_and_in_every_phase_end_in_the_same_bits(product: 
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     kills = [phase for row in rows for phase in row["killed"]]
-    assert len(kills) >= 20
+    assert len(kills) >= 12
     assert len(set(kills)) >= 5
     assert any(phase.startswith("solve/") for phase in kills)
     assert any(phase.startswith("scores/") for phase in kills)

@@ -218,9 +218,14 @@ def test_a_damaged_file_is_named_with_a_remedy(tmp_path: Path, name: str, damage
 
 def python(script: str, *arguments: object) -> dict[str, Any]:
     """Run a script in a process of its own; what it prints last is JSON."""
+    one_thread = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+    }  # as the tests themselves: it is part of the environment
     done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, timeout=300
-    )
+        [sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True, text=True, timeout=300, env=one_thread,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
