@@ -26,7 +26,7 @@ LEARNING_RATE = 4e-3
 WARM_UP = 50
 WEIGHT_DECAY = 0.1
 
-#: What the attribution is over: the last layer, without embeddings and head. All layers do no better and cost twice.
+#: What the attribution is over: the last layer, without embeddings and head, to keep the demonstration short.
 PARAMS = ["model.layers.1.*"]
 
 
