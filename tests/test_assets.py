@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -23,8 +24,8 @@ from PIL import Image
 from torch import nn
 
 from whence import assets
-from whence.assets import cifar, residual_network, state_of_the_union
-from whence.errors import DataError
+from whence.assets import cifar, residual_network, state_of_the_union, wikipedia
+from whence.errors import DataError, OptionError
 
 
 @pytest.fixture
@@ -89,6 +90,20 @@ def test_speeches_are_read_with_who_spoke_when(here: Path, monkeypatch: pytest.M
     first, second = assets.speeches()
     assert (first.year, second.name, second.party) == (1790, "1862 Abraham Lincoln", "r")
     assert second.text == "We cannot escape history."
+
+
+def test_wikipedia_is_read_from_a_source_archive(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = here / "mingru_pytorch-0.2.1.tar.gz"
+    content = gzip.compress(b"<mediawiki> and so on")
+    with tarfile.open(path, "w:gz") as archive:
+        info = tarfile.TarInfo("mingru_pytorch-0.2.1/data/enwik8.gz")
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr(wikipedia, "ENWIK8", replace(assets.ENWIK8, sha256=digest))
+    assert assets.enwik8(11) == b"<mediawiki>"
+    with pytest.raises(OptionError, match="0 bytes"):
+        assets.enwik8(0)
 
 
 def test_images_come_in_their_order_with_labels(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

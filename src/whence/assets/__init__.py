@@ -9,10 +9,12 @@ from whence.assets.packages import Package, cache, fetch
 from whence.assets.residual_network import RESNET56, TRAINED_ON, ResNet56, resnet56
 from whence.assets.smollm2 import SMOLLM2, smollm2_directory
 from whence.assets.state_of_the_union import SPEECHES, Speech, speeches
+from whence.assets.wikipedia import ENWIK8, enwik8
 
 __all__ = [
     "CIFAR10",
     "CLASSES",
+    "ENWIK8",
     "RESNET56",
     "SMOLLM2",
     "SPEECHES",
@@ -23,6 +25,7 @@ __all__ = [
     "Speech",
     "cache",
     "cifar10",
+    "enwik8",
     "fetch",
     "resnet56",
     "smollm2_directory",

@@ -17,9 +17,9 @@ __all__ = ["Package", "cache", "fetch"]
 
 @dataclass(frozen=True)
 class Package:
-    """A file of a registry: which, and what its bytes must be."""
+    """A file of a registry: which, and what its bytes must be. ``"pypi-source"`` is a source archive, no wheel."""
 
-    registry: Literal["pypi", "npm"]
+    registry: Literal["pypi", "pypi-source", "npm"]
     name: str
     version: str
     sha256: str
@@ -29,6 +29,8 @@ class Package:
         """How its file is called."""
         if self.registry == "npm":
             return f"{self.name.removeprefix('@').replace('/', '-')}-{self.version}.tgz"
+        if self.registry == "pypi-source":
+            return f"{self.name.lower().replace('-', '_')}-{self.version}.tar.gz"
         return f"{self.name.replace('-', '_')}-{self.version}*.whl"
 
 
@@ -78,11 +80,13 @@ def _digest(path: Path) -> str:
 
 
 def _download(package: Package) -> None:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(cache())]
     commands = {
-        "pypi": [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(cache())],
+        "pypi": pip,
+        "pypi-source": [*pip, "--no-binary", ":all:"],
         "npm": ["npm", "pack", "--silent", "--pack-destination", str(cache())],
     }
-    joint = {"pypi": "==", "npm": "@"}[package.registry]
+    joint = "@" if package.registry == "npm" else "=="
     try:
         subprocess.run(
             [*commands[package.registry], f"{package.name}{joint}{package.version}"],

@@ -39,7 +39,8 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
-        return (y + self.shortcut(x)).relu()
+        z: Tensor = y + self.shortcut(x)
+        return z.relu()
 
 
 class ResNet56(nn.Module):

@@ -148,6 +148,20 @@ class Task(ABC):
         """Random ``r_i``, independent across terms, with ``E[r_i r_iᵀ] = S_i``; None if not available."""
         return None
 
+    def divergence_slope(self, outputs: Tensor, anchor: Tensor, batch: Batch) -> Tensor:
+        """``∇_h D(h, h') = ∇ℓ(h) - ∇ℓ(h')`` per term, for the loss's Bregman divergence; zero where no term is.
+
+        ``D(h, h') = ℓ(h) - ℓ(h') - ⟨h - h', ∇ℓ(h')⟩`` is zero and flat at ``h = h'`` whether or not the loss is: what
+        `whence.validation.pbrf` holds a model to its outputs with. Subclasses that can subtract without losing
+        digits do.
+        """
+        with torch.enable_grad():
+            slopes = []
+            for point in (outputs, anchor):
+                leaf = point.detach().requires_grad_()
+                slopes.append(torch.autograd.grad(self.losses(leaf, batch).sum(), leaf)[0])
+        return slopes[0] - slopes[1]
+
     def num_terms(self, batch: Batch) -> Tensor:
         """Number of terms of each example, ``[examples]``."""
         return torch.ones(batch.size, dtype=torch.long, device=batch.targets.device)

@@ -94,6 +94,26 @@ class CategoricalTask(Task):
         ignored = batch.targets == IGNORED
         return product.masked_fill_(ignored.unsqueeze(-1), 0.0) if bool(ignored.any()) else product
 
+    def divergence_slope(self, outputs: Tensor, anchor: Tensor, batch: Batch) -> Tensor:
+        # p - p' = p' ∘ (exp(log p - log p') - 1). With Δ = h - h', m = ⟨p', Δ⟩ and d = Δ - m, the divergence is
+        # D = log⟨p', eᵈ⟩ and log p - log p' = d - D: nearly equal probabilities are never subtracted, and no raw
+        # logit is exponentiated.
+        change = outputs.detach() - anchor.detach()
+        log_anchor = anchor.detach().log_softmax(-1)
+        probabilities = log_anchor.exp()
+        change = change - torch.linalg.vecdot(probabilities, change).unsqueeze(-1)
+        small = torch.linalg.vecdot(probabilities, torch.expm1(change.clamp_max(1.0)) - change).log1p()
+        large = torch.logsumexp(log_anchor + change, -1)
+        divergence = torch.where(change.amax(-1) <= 1.0, small, large).unsqueeze(-1)
+        # exp(log p), not p' · eˣ, where the change is large: eˣ alone may overflow
+        ratio = change - divergence
+        slope = torch.where(
+            ratio <= 1.0,
+            probabilities * torch.expm1(ratio.clamp_max(1.0)),
+            (log_anchor + ratio).exp() - probabilities,
+        )
+        return slope.masked_fill_((batch.targets == IGNORED).unsqueeze(-1), 0.0)
+
     def sample_residual(self, outputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
         residual = self._masked_probabilities(outputs, batch)
         valid = (batch.targets != IGNORED).reshape(-1)

@@ -52,6 +52,9 @@ class Regression(Task):
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         return tangents / self.variance
 
+    def divergence_slope(self, outputs: Tensor, anchor: Tensor, batch: Batch) -> Tensor:
+        return (outputs.detach() - anchor.detach()) / self.variance
+
     def sample_residual(self, outputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
         noise = torch.randn(outputs.shape, generator=generator, device=generator.device, dtype=outputs.dtype)
         return noise.to(outputs.device).div_(math.sqrt(self.variance))

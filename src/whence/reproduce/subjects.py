@@ -1,0 +1,226 @@
+"""What the paper's tables and figures are about: models with their data and the parameters that count.
+
+The paper's own are read from directories or the hub (profile ``paper``); real ones that package registries carry stand
+in for them offline, and small ones trained on the spot in tests. From here on the code is the same for all.
+
+Parameters are the paper's subsets: language models without embeddings and head, convolutional networks without
+BatchNorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from whence.errors import OptionError
+from whence.gauss_newton import GaussNewton, Product
+from whence.reproduce.finding import Profile
+from whence.tasks import Classification, LanguageModeling, Task
+
+__all__ = ["PAPER", "Subject", "inner_parameters", "load_subject", "subjects"]
+
+Kind = Literal["vision", "language"]
+_PASSAGE = 256  # tokens, as in the paper's appendix
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its training data and the part of its parameters that is studied.
+
+    Attributes:
+        name, data_name: for tables.
+        kind: ``"vision"`` or ``"language"``.
+        model: in evaluation mode.
+        task: what its outputs mean.
+        train, test: data sets; a language model's test set may be empty.
+        params: names of the parameters.
+        damping: λ, or a part of λmax.
+        tokenizer: of a language model.
+        note: what a reader should know about it.
+    """
+
+    name: str
+    data_name: str
+    kind: Kind
+    model: nn.Module
+    task: Task
+    train: Any
+    test: Any
+    params: frozenset[str]
+    damping: float | str
+    tokenizer: Any = None
+    note: str = ""
+
+    def operator(self, *, product: Product = "auto") -> GaussNewton:
+        """The Gauss-Newton Hessian over the training data."""
+        return GaussNewton(
+            self.model, self.task, self.train, params=self.params.__contains__, product=product
+        )
+
+
+def inner_parameters(model: nn.Module) -> frozenset[str]:
+    """All trainable parameters but those of BatchNorm, embeddings, and a language model's head."""
+    outer: set[int] = set()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for module in model.modules():
+        if isinstance(module, (_BatchNorm, nn.Embedding)) or module is head:
+            outer |= {id(parameter) for parameter in module.parameters(recurse=False)}
+    return frozenset(n for n, p in model.named_parameters() if p.requires_grad and id(p) not in outer)
+
+
+# --- small ones, trained here ----------------------------------------------------------------------------
+
+
+def _digits_mlp() -> Subject:
+    from whence.demo.digits import load_digits_with_flipped_labels, train_digits
+
+    digits = load_digits_with_flipped_labels()
+    model = train_digits(digits.train)
+    return Subject(
+        "MLP", "digits", "vision", model, Classification(), digits.train, digits.test,
+        inner_parameters(model), "lambda_max/100", note="trained here in seconds; 5% of its labels are wrong",
+    )  # fmt: skip
+
+
+def _pydoc_llama(epochs: int) -> Subject:
+    from whence.demo.corpus import corpus, passages, train_tokenizer
+    from whence.demo.text import train_model
+
+    documents = corpus()
+    tokenizer = train_tokenizer(documents)
+    data = passages(documents, tokenizer)
+    model = train_model(data, epochs=epochs)
+    train = [{"input_ids": passage.input_ids} for passage in data]
+    return Subject(
+        "Llama, 2 layers", "Python's manual", "language", model, LanguageModeling(), train, [],
+        inner_parameters(model), "lambda_max/50", tokenizer=_Ids(tokenizer), note=f"trained here for {epochs} passes",
+    )  # fmt: skip
+
+
+class _Ids:
+    """The one thing that reproductions ask of a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> Any:
+        return {"input_ids": self._tokenizer.encode(text).ids}
+
+
+# --- real ones that registries carry ---------------------------------------------------------------------
+
+
+def _resnet56() -> Subject:
+    from whence.assets import TRAINED_ON, cifar10, resnet56
+
+    model = resnet56()
+    return Subject(
+        "ResNet-56", "CIFAR-10", "vision", model, Classification(),
+        cifar10("train").select(torch.arange(TRAINED_ON)), cifar10("test"), inner_parameters(model), "lambda_max/50",
+        note="trained to the end on these 45,000 images by somebody else, 93.2% on the test images",
+    )  # fmt: skip
+
+
+def _smollm2() -> Subject:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from whence.assets import enwik8, smollm2_directory
+
+    directory = smollm2_directory()
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(directory)
+    model.eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    text = enwik8(4_000_000).decode("utf-8", errors="ignore")
+    return Subject(
+        "SmolLM2-135M-Instruct", "enwik8", "language", model, LanguageModeling(),
+        _cut(tokenizer(text)["input_ids"]), [], inner_parameters(model), "lambda_max/50", tokenizer=tokenizer,
+        note="4-bit weights, dequantised; the text is not what it was trained on, though much of it surely was",
+    )  # fmt: skip
+
+
+def _cut(ids: Sequence[int]) -> list[dict[str, Tensor]]:
+    whole = torch.tensor(ids)
+    return [{"input_ids": part} for part in whole.split(_PASSAGE) if len(part) == _PASSAGE]
+
+
+# --- the paper's own -------------------------------------------------------------------------------------
+
+#: Directory (and name on the hub) of each of the paper's models; data are in ``imagenet`` and ``openwebtext``.
+PAPER: dict[str, tuple[str, str, Kind]] = {
+    "resnet-18": ("ResNet-18", "microsoft/resnet-18", "vision"),
+    "resnet-50": ("ResNet-50", "microsoft/resnet-50", "vision"),
+    "opt-1.3b": ("OPT-1.3B", "facebook/opt-1.3b", "language"),
+    "llama-7b": ("Llama-7B", "huggyllama/llama-7b", "language"),
+    "mistral-7b": ("Mistral-7B", "mistralai/Mistral-7B-v0.1", "language"),
+}
+_PAPER_DAMPING = 5.0
+
+
+def _from_paper(key: str, inputs: Path, allow_download: bool) -> Subject:
+    from whence.sources import Passages, load_model, open_images, open_records
+
+    title, hub, kind = PAPER[key]
+    directory, data = inputs / key, inputs / ("imagenet" if kind == "vision" else "openwebtext")
+    if not directory.is_dir() and not allow_download:
+        raise OptionError(
+            f"there is no directory {directory}; put {hub} there, or allow fetching it (--allow-download)"
+        )
+    if not data.exists():
+        raise OptionError(
+            f"there is no {data}; put the training data there: a folder, or files that whence reads"
+        )
+    problem = load_model(directory if directory.is_dir() else hub, allow_download=allow_download)
+    if kind == "vision":
+        splits = [data / part for part in ("train", "val") if (data / part).is_dir()] or [data]
+        read = partial(open_images, transform=problem.directory, labels=problem.labels)
+        train, test = read(splits[0]), read(splits[-1])
+        return Subject(
+            title, "ImageNet", kind, problem.model, Classification(), train, test,
+            inner_parameters(problem.model), _PAPER_DAMPING,
+        )  # fmt: skip
+    length = min(problem.context or _PASSAGE, _PASSAGE)
+    train_text = Passages(open_records(data), problem.tokenizer, max_length=length, skip_empty=True)
+    return Subject(
+        title, "OpenWebText", kind, problem.model, LanguageModeling(), train_text, [],
+        inner_parameters(problem.model), _PAPER_DAMPING, tokenizer=problem.tokenizer,
+    )  # fmt: skip
+
+
+# --- by profile ------------------------------------------------------------------------------------------
+
+_BUILDERS: dict[str, Callable[[], Subject]] = {
+    "digits-mlp": _digits_mlp,
+    "pydoc-llama": partial(_pydoc_llama, epochs=2),
+    "resnet-56": _resnet56,
+    "smollm2-135m": _smollm2,
+}
+
+
+def subjects(profile: Profile, kind: Kind | None = None) -> tuple[str, ...]:
+    """The keys of a profile's subjects, those of one kind where given."""
+    chosen: dict[Profile, dict[str, Kind]] = {
+        "quick": {"digits-mlp": "vision", "pydoc-llama": "language"},
+        "offline": {"resnet-56": "vision", "smollm2-135m": "language", "digits-mlp": "vision"},
+        "paper": {key: row[2] for key, row in PAPER.items()},
+    }
+    return tuple(key for key, its in chosen[profile].items() if kind in (None, its))
+
+
+def load_subject(key: str, *, inputs: Path | None = None, allow_download: bool = False) -> Subject:
+    """The subject of this key; the paper's own from ``inputs/KEY``."""
+    if key in _BUILDERS:
+        return _BUILDERS[key]()
+    if key not in PAPER:
+        raise OptionError(f"there is no subject {key!r}; it is one of {', '.join([*_BUILDERS, *PAPER])}")
+    if inputs is None:
+        raise OptionError(
+            f"{key} is the paper's own; name the directory that holds models and data with --inputs"
+        )
+    return _from_paper(key, inputs, allow_download)

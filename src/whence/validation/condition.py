@@ -1,0 +1,398 @@
+"""Condition C.1, measured: how much a batch's square exceeds the square of the whole, as in the paper's Figure 4.
+
+    E H̃² - H²  ≼  (C / |B|) Tr(H) H                                                                          (C.1)
+
+is what the batch size of a plan rests on, with C = 2 assumed. Multiply one probe v by two independent batches, a = H̃v
+and b = Ĥv. Then ``E⟨a, b⟩ = vᵀH²v`` and ``E‖a‖² = vᵀE[H̃²]v``, so ``‖a‖² - ⟨a, b⟩`` has the mean ``vᵀ(E H̃² - H²)v``.
+The batches can be exchanged; the mean over both orders,
+
+    ½(‖a‖² + ‖b‖²) - ⟨a, b⟩  =  ½‖a - b‖²,
+
+has the same expectation and, being a conditional expectation given the unordered pair, never a larger variance. It
+is never negative, and costs the same two products. With v of random signs its mean is the trace of C.1's left side;
+with the top eigenvector v₁ it is C.1 along the one direction where a long step hurts most. The same products give
+``E vᵀa = Tr(H)`` for nothing.
+
+**What |B| is.** The expected number of terms in a draw. With m examples drawn independently and weighted as `TermSet`
+does, ``E H̃² - H² = (E A_s² - H²)/m`` exactly, where A_s is one example's weighted matrix, however ragged the examples
+are. So the gap falls as 1/|B| with |B| = m × (terms per example), not with the tokens that a draw happens to hold.
+
+**The slope** of log gap over log |B| is thus -1 by arithmetic for independent draws. If it is not, products carry noise
+of their own that no batch averages out (finite differences, low precision), or draws are not independent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whence.errors import OptionError, SolverError
+from whence.gauss_newton import GaussNewton
+from whence.operators import Damped, LinearOperator
+from whence.progress import track
+from whence.spectrum import Estimate, lanczos, trace_from_quadratic_forms
+from whence.vectors import ParamVector
+
+__all__ = ["ConditionCheck", "ConditionPoint", "check_condition"]
+
+_PAPERS_CONSTANT = 2.0
+_PILOT_PROBES = 16
+_LADDER = 4
+
+
+@dataclass(frozen=True)
+class ConditionPoint:
+    """Both sides of C.1 at one batch size.
+
+    Attributes:
+        batch_size: |B|, the expected number of terms in a batch.
+        gap: ``Tr(E H̃² - H²)``.
+        bound: ``Tr(H)² / |B|``, what the gap is measured against.
+        constant: ``Ĉ = gap / bound``.
+        top_constant: ``|B| v₁ᵀ(E H̃² - H²)v₁ / (Tr(H) v₁ᵀHv₁)``, the same along the top eigenvector.
+    """
+
+    batch_size: float
+    gap: Estimate
+    bound: Estimate
+    constant: Estimate
+    top_constant: Estimate
+
+
+@dataclass(frozen=True)
+class ConditionCheck:
+    """What was measured of condition C.1.
+
+    Attributes:
+        points: one for each batch size, smallest first.
+        slope: of log gap over log |B|, by least squares weighted with the errors; None where a gap is exactly zero.
+        constant: Ĉ on average over directions, pooled over batch sizes.
+        top_constant: Ĉ along the top eigenvector, pooled over batch sizes.
+        trace: ``Tr(H)``.
+        curvature: ``v₁ᵀHv₁``, a lower bound of λmax.
+        realisations: pairs of products at each batch size.
+        largest_share: the most that one realisation contributed to a mean. Standard errors are to be believed only
+            where this is small.
+        num_products: products spent, with those of Lanczos and of the pilot.
+        num_term_products: terms gone through in them.
+    """
+
+    points: tuple[ConditionPoint, ...]
+    slope: Estimate | None
+    constant: Estimate
+    top_constant: Estimate
+    trace: Estimate
+    curvature: Estimate
+    realisations: int
+    largest_share: float
+    num_products: int
+    num_term_products: int
+
+    def __post_init__(self) -> None:
+        if len(self.points) < 2:
+            raise OptionError(f"a slope needs at least two batch sizes, got {len(self.points)}")
+        sizes = [point.batch_size for point in self.points]
+        if any(small >= large for small, large in pairwise([0.0, *sizes])):
+            raise OptionError(f"batch sizes must be positive, each above the one before; got {sizes}")
+        if not (self.trace.value > 0 and self.curvature.value > 0):
+            raise OptionError(f"trace and curvature must be positive, got {self.trace} and {self.curvature}")
+
+    def holds(self, C: float = _PAPERS_CONSTANT, *, errors: float = 2.0) -> bool | None:
+        """Whether C.1 survives with this C, on average and along the top eigenvector; None where errors leave it open.
+
+        Both are necessary for the inequality of matrices, neither is sufficient: False refutes, True does not prove.
+        """
+        if not 0 < C < math.inf:
+            raise OptionError(f"C must be a positive number, got {C}")
+        measured = (self.constant, self.top_constant)
+        if any(estimate.lower(errors) > C for estimate in measured):
+            return False
+        return True if all(estimate.upper(errors) <= C for estimate in measured) else None
+
+    @property
+    def falls_as_inverse(self) -> bool:
+        """Whether the slope is -1 within three standard errors."""
+        return self.slope is None or abs(self.slope.value + 1) <= 3 * self.slope.stderr
+
+    @property
+    def heavy_tailed(self) -> bool:
+        """Whether single realisations dominate the means, so that their errors are too small."""
+        return self.largest_share > max(0.1, 8 / self.realisations)
+
+    @property
+    def recommended_constant(self) -> float:
+        """The C to plan with: 2, or the upper end of what was measured where that is more."""
+        measured = [self.constant, self.top_constant]
+        if not self.falls_as_inverse:  # pooling means nothing then
+            measured += [e for point in self.points for e in (point.constant, point.top_constant)]
+        return max(_PAPERS_CONSTANT, *(estimate.upper() for estimate in measured))
+
+    @property
+    def smallest_batch(self) -> int:
+        """``C·Tr(H) / v₁ᵀHv₁``, the Corollary's batch with the recommended C."""
+        return max(1, math.ceil(self.recommended_constant * self.trace.value / self.curvature.value))
+
+    @property
+    def verdict(self) -> str:
+        """Whether C = 2 holds, which C to plan with, and what to doubt."""
+        opening = {
+            True: "C = 2 holds in what was measured",
+            False: "C = 2 does not hold",
+            None: "C = 2 is neither confirmed nor refuted",
+        }[self.holds()]
+        sentences = [
+            f"{opening}: Ĉ = {self.constant} on average over directions, {self.top_constant} along the top one.",
+            f"Plan with C = {self.recommended_constant:.3g}: batches of at least {self.smallest_batch:,} terms.",
+        ]
+        if self.slope is None:
+            sentences.append("A gap is exactly zero: batches do not differ, and any batch size will do.")
+        elif self.falls_as_inverse:
+            sentences.append(f"The gap falls as |B|^({self.slope}); it must be -1.")
+        else:
+            sentences.append(
+                f"The gap falls as |B|^({self.slope}) where it must be -1: products carry noise of their own (finite "
+                "differences, low precision), or draws are not independent. Ĉ holds for the measured batches only."
+            )
+        if self.heavy_tailed:
+            sentences.append(
+                f"One realisation of {self.realisations} made up {self.largest_share:.0%} of a mean: the errors are "
+                "too small. Use more realisations, and a C above the one measured."
+            )
+        return " ".join(sentences)
+
+    def __str__(self) -> str:
+        rows = [("|B|", "Tr(E H̃² - H²)", "Tr(H)²/|B|", "Ĉ", "Ĉ(v₁)")]
+        rows += [
+            (f"{p.batch_size:,.4g}", str(p.gap), str(p.bound), str(p.constant), str(p.top_constant))
+            for p in self.points
+        ]
+        rows.append(("pooled", "", "", str(self.constant), str(self.top_constant)))
+        widths = [max(len(_bare(row[i])) for row in rows) for i in range(5)]
+        lines = [
+            "  ".join(
+                " " * (width - len(_bare(cell))) + cell for cell, width in zip(row, widths, strict=True)
+            )
+            for row in rows
+        ]
+        cost = f"{self.num_products:,} products over {self.num_term_products:,} terms"
+        return "\n".join([*lines, f"Tr(H) = {self.trace}, v₁ᵀHv₁ = {self.curvature}; {cost}", self.verdict])
+
+
+def check_condition(
+    operator: LinearOperator,
+    batch_sizes: Sequence[int] | None = None,
+    *,
+    generator: torch.Generator,
+    realisations: int = 256,
+    lanczos_terms: int = 4096,
+    max_products: int = 40,
+) -> ConditionCheck:
+    """Measure condition C.1 at several batch sizes, each number with its standard error.
+
+    Every realisation draws signs v and two independent batches, and multiplies both v and the top eigenvector by each.
+    The paper averages 1,000 realisations at each of four batch sizes.
+
+    Memory: five vectors of the parameters' size (the top eigenvector, a block of two, their difference), what a product
+    of a block of two needs, and Lanczos' basis before that.
+
+    Args:
+        operator: the operator, undamped; a mean over terms that can be sampled.
+        batch_sizes: |B| in terms, as `LinearOperator.sample` takes it; at least two that draw different numbers of
+            examples. By default ½, 1, 2 and 4 times the batch of the paper's plan, as far as the data allow.
+        generator: all randomness comes from here.
+        realisations: pairs of products at each batch size.
+        lanczos_terms: the top eigenvector is found on a subset of at most so many terms. What is measured along it is
+            unbiased all the same: its curvature comes from the sampled products.
+        max_products: Lanczos' budget.
+
+    Example:
+        >>> from whence import FiniteSum
+        >>> rows = torch.eye(3, dtype=torch.float64)
+        >>> A = FiniteSum([torch.outer(x, x) for x in rows])
+        >>> check = check_condition(A, [1, 2], generator=torch.Generator().manual_seed(0))
+        >>> check.holds()
+        True
+    """
+    _check_options(operator, realisations)
+    sizes: dict[float, int] = {}
+    if batch_sizes is not None:
+        sizes = _distinct(operator, batch_sizes, generator)
+    whole = operator.num_terms <= lanczos_terms
+    found = lanczos(
+        operator if whole else operator.subset(lanczos_terms, generator),
+        generator=generator,
+        max_products=max_products,
+        want_vector=True,
+    )
+    assert found.top_vector is not None
+    products, terms = found.num_products, found.num_products * min(operator.num_terms, lanczos_terms)
+    if not found.lambda_max.value > 0:
+        raise _no_curvature(found.lambda_max.value)
+    if not sizes:
+        pilot = min(max(16, operator.num_terms // _PILOT_PROBES), 256, operator.num_terms)
+        trace = trace_from_quadratic_forms(
+            operator, probes=_PILOT_PROBES, batch_size=pilot, generator=generator
+        )
+        products, terms = products + _PILOT_PROBES, terms + _PILOT_PROBES * pilot
+        sizes = _ladder(operator, _PAPERS_CONSTANT * trace.value / found.lambda_max.value, generator)
+    draws = [
+        _realise(operator, size, found.top_vector, realisations, generator)
+        for _, size in sorted(sizes.items())
+    ]
+    columns = 2
+    products += 2 * columns * realisations * len(sizes)
+    terms += round(2 * columns * realisations * sum(sizes))
+    return _summarise(torch.stack(draws, dim=1), sorted(sizes), products, terms)
+
+
+def _check_options(operator: LinearOperator, realisations: int) -> None:
+    if isinstance(operator, Damped):
+        raise OptionError("C.1 is about the operator itself; pass `damped.operator`")
+    if realisations < 2:
+        raise OptionError(f"{realisations} realisations cannot give a standard error; use at least 2")
+    if operator.num_terms < 2:
+        raise OptionError(
+            f"{type(operator).__name__} is not a mean over several terms: nothing is sampled, and C.1 says nothing"
+        )
+
+
+def _expected_terms(operator: LinearOperator, batch_size: int, generator: torch.Generator) -> float:
+    """|B| of a draw: what was drawn is its `num_terms`, rounded; with examples of many terms, undo the rounding."""
+    drawn = operator.sample(batch_size, generator).num_terms
+    per_example = operator.terms.terms_per_example if isinstance(operator, GaussNewton) else 1.0
+    return drawn if per_example <= 1 else max(1, round(drawn / per_example)) * per_example
+
+
+def _distinct(operator: LinearOperator, sizes: Sequence[int], generator: torch.Generator) -> dict[float, int]:
+    """|B| -> what to ask `sample` for; refuses sizes that draw the same."""
+    if len(sizes) < 2:
+        raise OptionError(f"batch_sizes are {list(sizes)}; a slope needs at least two")
+    found: dict[float, int] = {}
+    for size in sizes:
+        expected = _expected_terms(operator, size, generator)
+        if expected in found:
+            raise OptionError(
+                f"batch sizes {found[expected]} and {size} both draw about {expected:.4g} terms, as examples are drawn "
+                "whole; give sizes that are further apart"
+            )
+        found[expected] = size
+    return found
+
+
+def _ladder(operator: LinearOperator, planned: float, generator: torch.Generator) -> dict[float, int]:
+    """½, 1, 2, 4 times the planned batch, moved to where one example and all the data allow."""
+    smallest = _expected_terms(operator, 1, generator)
+    start = min(max(planned / 2, smallest), max(smallest, operator.num_terms / 2 ** (_LADDER - 1)))
+    wanted = {max(1, min(round(start * 2**k), operator.num_terms)) for k in range(_LADDER)}
+    found = {_expected_terms(operator, size, generator): size for size in sorted(wanted)}
+    if len(found) < 2:
+        raise OptionError(
+            f"the data hold {operator.num_terms} terms in examples of {smallest:.4g}: batches of different sizes "
+            "cannot be drawn. Use more data"
+        )
+    return found
+
+
+def _realise(
+    operator: LinearOperator, size: int, top: ParamVector, realisations: int, generator: torch.Generator
+) -> Tensor:
+    """``½‖a - b‖²`` and ``½vᵀ(a + b)`` for random signs, then both for the top eigenvector, ``[4, realisations]``."""
+    block = operator.zeros(2)
+    block.column(1).copy_(top)
+    values = torch.empty(4, realisations, dtype=torch.float64)
+    for i in track(range(realisations), f"condition C.1 at |B| = {size:,}"):
+        block.column(0).copy_(top.rademacher_like(generator))
+        difference = operator.sample(size, generator).matvec(block)
+        forms = block.dot(difference)
+        operator.sample(size, generator).add_matvec_(difference, block, -1.0)
+        forms -= 0.5 * block.dot(difference)  # vᵀa - ½vᵀ(a - b)
+        values[0::2, i] = (0.5 * difference.dot(difference)).cpu()
+        values[1::2, i] = forms.cpu()
+    return values
+
+
+def _summarise(values: Tensor, sizes: Sequence[float], products: int, terms: int) -> ConditionCheck:
+    """From ``[4, batch sizes, realisations]`` to estimates.
+
+    Errors are to first order: the relative change of a ratio of means is a sum over realisations, whose variance is the
+    sum of the batch sizes' variances. That counts what numerator and denominator have in common.
+    """
+    gaps, forms, top_gaps, top_forms = values
+    count = len(sizes)
+    if not bool(torch.isfinite(values).all()):
+        raise SolverError("a product holds NaN or infinity; check the model's outputs and its precision")
+    for form in (forms, top_forms):
+        if not float(form.mean()) > 0:
+            raise _no_curvature(float(form.mean()))
+    trace, curvature = (_ratio(float(form.mean()), form / form.mean() / count) for form in (forms, top_forms))
+    of_trace, of_curvature = forms / trace.value / count, top_forms / curvature.value / count
+    points, scaled, top_scaled = [], torch.zeros_like(gaps), torch.zeros_like(gaps)
+    for k, size in enumerate(sizes):
+        only, top_only = torch.zeros_like(gaps), torch.zeros_like(gaps)
+        only[k], top_only[k] = gaps[k], top_gaps[k]
+        scaled[k], top_scaled[k] = size * gaps[k] / count, size * top_gaps[k] / count
+        mean, top_mean = float(gaps[k].mean()), float(top_gaps[k].mean())
+        top_bound = trace.value * curvature.value / size
+        points.append(
+            ConditionPoint(
+                batch_size=size,
+                gap=Estimate.from_samples(gaps[k].tolist()),
+                bound=_ratio(trace.value**2 / size, 2 * of_trace),
+                constant=_ratio(size * mean / trace.value**2, _relative(only) - 2 * of_trace),
+                top_constant=_ratio(top_mean / top_bound, _relative(top_only) - of_trace - of_curvature),
+            )
+        )
+    pooled, top_pooled = float(scaled.sum(0).mean()), float(top_scaled.sum(0).mean())
+    top_scale = trace.value * curvature.value
+    shares = values[0::2].amax(-1) / values[0::2].sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
+    return ConditionCheck(
+        points=tuple(points),
+        slope=_slope(points),
+        constant=_ratio(pooled / trace.value**2, _relative(scaled) - 2 * of_trace),
+        top_constant=_ratio(top_pooled / top_scale, _relative(top_scaled) - of_trace - of_curvature),
+        trace=trace,
+        curvature=curvature,
+        realisations=values.shape[-1],
+        largest_share=float(shares.max()),
+        num_products=products,
+        num_term_products=terms,
+    )
+
+
+def _relative(parts: Tensor) -> Tensor:
+    """Contributions to a sum over batch sizes of means over realisations, relative to that sum."""
+    return parts / parts.sum(0).mean().clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def _ratio(value: float, relative_parts: Tensor) -> Estimate:
+    """An estimate whose relative change is the sum of means of ``[batch sizes, realisations]``."""
+    variance = relative_parts.var(1).sum() / relative_parts.shape[1]
+    return Estimate(value, abs(value) * float(variance.sqrt()))
+
+
+def _slope(points: Sequence[ConditionPoint]) -> Estimate | None:
+    if any(point.gap.value == 0 or point.gap.stderr == 0 for point in points):
+        return None
+    x = np.log([point.batch_size for point in points])
+    y = np.log([point.gap.value for point in points])
+    weights = [point.gap.value / point.gap.stderr for point in points]
+    line, covariance = np.polyfit(x, y, 1, w=weights, cov="unscaled")
+    return Estimate(float(line[0]), math.sqrt(float(covariance[0, 0])))
+
+
+def _no_curvature(value: float) -> SolverError:
+    return SolverError(
+        f"the operator's curvature is {value:.3g}: the outputs do not depend on the selected parameters, or the model "
+        "is certain of every answer. There is nothing for C.1 to bound"
+    )
+
+
+def _bare(text: str) -> str:
+    """Without combining marks, which take no width."""
+    return text.replace("\u0303", "").replace("\u0302", "")

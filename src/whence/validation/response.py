@@ -1,0 +1,326 @@
+"""`pbrf`: what a score should be, found by fine-tuning instead of by solving.
+
+The proximal Bregman response function of a training example z is the minimiser θ(ε) of `BregmanObjective`; damped
+influence is its derivative at ε = 0. In our sign and units, for a query q,
+
+    score(q, z) = -(ℓ(q; θ(ε)) - ℓ(q; θ*)) / ε  →  ∇ℓ(q)ᵀ (H + λ)⁻¹ ∇ℓ(z)        as ε → 0
+
+Nothing here uses a Gauss-Newton product, so agreement with `whence.attribute` is evidence for both.
+
+*Full batch*: Newton's method, its systems solved by conjugate gradients on differences of gradients; converged when the
+objective's own gradient is small. *Minibatch*: stochastic gradient descent under a `Plan`, as in the paper, tail
+averaged; converged when the gradient at the average, estimated without bias on fresh batches, is small. A response that
+has not converged is marked, warned of, and NaN in `ProximalResponse.trusted`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whence.data import TermSet
+from whence.errors import DataError, OptionError, SolverError, WhenceWarning
+from whence.plan import Plan
+from whence.progress import ticker
+from whence.selection import ParameterFilter
+from whence.tasks import Batch, Task
+from whence.validation.bregman import BregmanObjective
+from whence.vectors import ParamVector
+
+__all__ = ["ProximalResponse", "pbrf"]
+
+_TAIL = 0.5  # of a minibatch path that is averaged
+_RESIDUAL_BATCHES = 8
+_NEWTON_STEPS = 12
+_LEFT_THE_BALL = 10.0  # times ‖g‖/λ, which no minimiser is outside of
+
+
+@dataclass(frozen=True)
+class ProximalResponse:
+    """Scores by the proximal Bregman response, and whether to believe them.
+
+    Attributes:
+        scores: ``-(ℓ(q; θ(ε)) - ℓ(q; θ*))/ε``, ``[queries, points]``.
+        linear: ``-⟨∇ℓ(q), d⟩``, its first-order part; where it differs from `scores`, ε moved the model out of the
+            range in which influence is linear.
+        stderr: of the scores, from independent minibatch chains; zero for full batches, NaN for a single chain.
+        residual: ``‖∇F/ε‖ / ‖∇ℓ(z)‖`` at the end, per point.
+        residual_stderr: its standard error; zero for full batches.
+        converged: per point.
+        epsilon: per point.
+        num_gradients: of the objective, all points together.
+        num_terms: of the data that went through them.
+    """
+
+    scores: Tensor
+    linear: Tensor
+    stderr: Tensor
+    residual: Tensor
+    residual_stderr: Tensor
+    converged: Tensor
+    epsilon: Tensor
+    num_gradients: int
+    num_terms: int
+
+    @property
+    def trusted(self) -> Tensor:
+        """The scores, NaN for points whose fine-tuning did not converge."""
+        return self.scores.where(self.converged, float("nan"))
+
+    @property
+    def nonlinearity(self) -> Tensor:
+        """``‖scores - linear‖ / ‖scores‖`` over the queries, per point."""
+        apart: Tensor = (self.scores - self.linear).norm(dim=0) / self.scores.norm(dim=0).clamp_min(1e-300)
+        return apart
+
+    @staticmethod
+    def join(parts: Sequence[ProximalResponse]) -> ProximalResponse:
+        """Responses of more points, computed apart."""
+
+        def along(name: str, dim: int) -> Tensor:
+            return torch.cat([getattr(part, name) for part in parts], dim)
+
+        return ProximalResponse(
+            scores=along("scores", 1),
+            linear=along("linear", 1),
+            stderr=along("stderr", 1),
+            residual=along("residual", 0),
+            residual_stderr=along("residual_stderr", 0),
+            converged=along("converged", 0),
+            epsilon=along("epsilon", 0),
+            num_gradients=sum(part.num_gradients for part in parts),
+            num_terms=sum(part.num_terms for part in parts),
+        )
+
+
+def pbrf(
+    model: nn.Module,
+    train: Any,
+    points: Any,
+    queries: Any,
+    *,
+    task: Task,
+    damping: float,
+    params: ParameterFilter | None = None,
+    epsilon: float | None = None,
+    plan: Plan | None = None,
+    generator: torch.Generator | None = None,
+    tolerance: float | None = None,
+    max_gradients: int = 1000,
+    micro_batch: int | None = None,
+) -> ProximalResponse:
+    """Scores of the points for the queries by the proximal Bregman response function.
+
+    Args:
+        model: in evaluation mode; copied into float64 on its device, not modified.
+        train: its training data.
+        points: training examples to fine-tune on, each by itself.
+        queries: examples whose losses are looked at before and after.
+        task: what the outputs mean.
+        damping: λ, as the attribution's (``result.solve.plan.damping``).
+        params: which parameters may move; the attribution's.
+        epsilon: weight of the point's loss; by default, per point, where the outputs' path is straightest.
+        plan: run minibatch gradient descent with the plan's step, batch, steps and chains; full batches without.
+        generator: of the minibatches; needed with a plan.
+        tolerance: relative gradient at which a response is converged: 1e-4 by default for full batches. A minibatch
+            average cannot be that exact: 0.3, as for LiSSA.
+        max_gradients: of a full-batch response, per point.
+        micro_batch: examples per pass.
+
+    Example:
+        >>> from whence import Classification
+        >>> _ = torch.manual_seed(0)
+        >>> data = [(torch.randn(3), i % 2) for i in range(20)]
+        >>> response = pbrf(nn.Linear(3, 2).eval(), data, data[:2], data[5:8], task=Classification(), damping=0.1)
+        >>> response.scores.shape, bool(response.converged.all())
+        (torch.Size([3, 2]), True)
+    """
+    _check(epsilon, plan, generator, tolerance, max_gradients, damping)
+    objective = BregmanObjective(model, task, train, damping=damping, params=params, micro_batch=micro_batch)
+    for name, data in (("points", points), ("queries", queries)):
+        if not hasattr(data, "__len__") or len(data) == 0:
+            raise DataError(f"there are no {name}; give at least one example")
+    asked = list(objective.examples(queries, objective.micro_batch))
+    before = objective.losses(objective.network.zeros(), 0.0, asked)
+    if tolerance is None:
+        tolerance = 1e-4 if plan is None else 0.3
+    found = []
+    with ticker("fine-tuning on single examples", len(points)) as tick:
+        for point in objective.examples(points):
+            descent = _Descent(objective, point, epsilon)
+            if plan is None:
+                ends = [descent.full_batch(tolerance, max_gradients)]
+            else:
+                assert generator is not None
+                ends = [descent.minibatch(plan, generator) for _ in range(plan.chains)]
+            residual, error = descent.residual(ends, plan, generator)
+            losses = torch.stack([objective.losses(end, descent.epsilon, asked) for end in ends])
+            by_chain = (
+                before - losses
+            ) / descent.epsilon  # removal and fine-tuning have opposite signs: flipped here
+            mean = _mean(ends)
+            linear = -objective.loss_derivatives(mean, descent.epsilon, asked)
+            spread = (
+                by_chain.std(0) / math.sqrt(len(ends)) if len(ends) > 1 else torch.full_like(linear, math.nan)
+            )
+            found.append(
+                ProximalResponse(
+                    scores=by_chain.mean(0).unsqueeze(1),
+                    linear=linear.unsqueeze(1),
+                    stderr=(torch.zeros_like(linear) if plan is None else spread).unsqueeze(1),
+                    residual=torch.tensor([residual]),
+                    residual_stderr=torch.tensor([error]),
+                    converged=torch.tensor([residual <= tolerance]),
+                    epsilon=torch.tensor([descent.epsilon], dtype=torch.float64),
+                    num_gradients=descent.num_gradients,
+                    num_terms=descent.num_terms,
+                )
+            )
+            tick()
+    response = ProximalResponse.join(found)
+    if not bool(response.converged.all()):
+        worst = int(response.residual.argmax())
+        warnings.warn(
+            f"{int((~response.converged).sum())} of {len(points)} responses did not converge (point {worst}: relative "
+            f"gradient {float(response.residual[worst]):.2g} above {tolerance:g}); do not trust them. Allow more "
+            "gradients, or a plan with more steps",
+            WhenceWarning,
+            stacklevel=2,
+        )
+    return response
+
+
+class _Descent:
+    """Finding the minimiser for one point."""
+
+    def __init__(self, objective: BregmanObjective, point: Batch, epsilon: float | None) -> None:
+        self._objective, self._point = objective, point
+        self.num_gradients = self.num_terms = 0
+        self._slope = objective.loss_gradient(point)
+        self._norm = float(self._slope.norm())
+        if not math.isfinite(self._norm):
+            raise DataError("a point's loss has a gradient of NaN or infinity; check its inputs and label")
+        #: No minimiser is farther away: λ‖d‖ ≤ ‖∇ℓ(z)‖ to first order.
+        self._radius = self._norm / objective.damping
+        start = self._slope.clone().scale_(-1 / objective.damping)
+        self.epsilon = epsilon or (objective.straightest(start, point) if self._norm > 0 else 1e-8)
+
+    def full_batch(self, tolerance: float, max_gradients: int) -> ParamVector:
+        """Newton's method from ``d = 0``, where the gradient is ``∇ℓ(z)``."""
+        d = self._slope.zeros_like()
+        gradient = self._slope.clone()
+        for _ in range(_NEWTON_STEPS):
+            if float(gradient.norm()) <= tolerance * self._norm or self.num_gradients >= max_gradients:
+                break
+            step = self._conjugate_gradients(d, gradient, 0.3 * tolerance * self._norm, max_gradients)
+            for _ in range(6):  # a full step, or as long a part of it as makes the gradient smaller
+                trial = d.clone().axpy_(1.0, step)
+                slope = self._gradient(trial)
+                if float(slope.norm()) < float(gradient.norm()):
+                    d, gradient = trial, slope
+                    break
+                step.scale_(0.5)
+            else:
+                break
+        return d
+
+    def _conjugate_gradients(
+        self, d: ParamVector, gradient: ParamVector, enough: float, max_gradients: int
+    ) -> ParamVector:
+        """``s`` with ``∇²F s = -∇F``, curvature from differences of gradients: one gradient per iteration."""
+        step, residual = d.zeros_like(), gradient.clone().scale_(-1.0)
+        direction, square = residual.clone(), float(residual.dot(residual))
+        reach = max(float(d.norm()), 0.1 * self._radius)  # within what ε was chosen for
+        while math.sqrt(square) > enough and self.num_gradients < max_gradients:
+            length = reach / float(direction.norm())
+            ahead = self._gradient(d.clone().axpy_(length, direction))
+            product = ahead.axpy_(-1.0, gradient).scale_(1 / length)
+            curvature = float(direction.dot(product))
+            if curvature <= 0:  # ε is so large that the point's own loss bends the objective down
+                break
+            alpha = square / curvature
+            step.axpy_(alpha, direction)
+            residual.axpy_(-alpha, product)
+            before, square = square, float(residual.dot(residual))
+            direction.scale_(square / before).axpy_(1.0, residual)
+        return step
+
+    def minibatch(self, plan: Plan, generator: torch.Generator) -> ParamVector:
+        """``d ← d - η ∇F_B/ε`` on fresh batches; the mean of the path's second half."""
+        terms = self._objective.terms
+        d = self._slope.clone().scale_(
+            -1 / self._objective.damping
+        )  # as LiSSA starts: exact in flat directions
+        average, burn_in = d.zeros_like(), plan.num_steps - max(1, round(_TAIL * plan.num_steps))
+        for step in range(1, plan.num_steps + 1):
+            d.axpy_(-plan.step_size, self._gradient(d, terms.draw(plan.batch_size, generator)))
+            if not float(d.norm()) <= _LEFT_THE_BALL * self._radius:
+                raise SolverError(
+                    f"fine-tuning diverged at step {step} (η = {plan.step_size:.3g}, |B| = {plan.batch_size}): the "
+                    "step is too long or the batch too small. Plan with the measured constant, or use full batches"
+                )
+            if step > burn_in:
+                average.lerp_(d, 1 / (step - burn_in))
+        return average
+
+    def residual(
+        self, ends: list[ParamVector], plan: Plan | None, generator: torch.Generator | None
+    ) -> tuple[float, float]:
+        """``‖∇F/ε‖ / ‖∇ℓ(z)‖`` at the mean of the ends, and its standard error."""
+        mean = _mean(ends)
+        if self._norm == 0:
+            return 0.0, 0.0
+        if plan is None:
+            return float(self._gradient(mean).norm()) / self._norm, 0.0
+        assert generator is not None
+        total, squares, m = mean.zeros_like(), 0.0, _RESIDUAL_BATCHES
+        for _ in range(m):
+            slope = self._gradient(mean, self._objective.terms.draw(4 * plan.batch_size, generator))
+            squares += float(slope.dot(slope))
+            total.axpy_(1.0, slope)
+        # products of different batches only: their noise does not add up to a norm
+        square = (float(total.dot(total)) - squares) / (m * (m - 1)) / self._norm**2
+        error = math.sqrt(2 / (m * (m - 1))) * squares / m / self._norm**2
+        norm = math.sqrt(max(square, 0.0))
+        return norm, min(error / max(2 * norm, 1e-30), math.sqrt(error))
+
+    def _gradient(self, d: ParamVector, positions: Tensor | None = None) -> ParamVector:
+        self.num_gradients += 1
+        terms: TermSet = self._objective.terms
+        self.num_terms += terms.num_terms if positions is None else int(terms.counts()[positions].sum())
+        return self._objective.gradient(d, self.epsilon, self._point, positions)
+
+
+def _mean(vectors: list[ParamVector]) -> ParamVector:
+    total = vectors[0].clone()
+    for count, vector in enumerate(vectors[1:], start=2):
+        total.lerp_(vector, 1 / count)
+    return total
+
+
+def _check(
+    epsilon: float | None,
+    plan: Plan | None,
+    generator: torch.Generator | None,
+    tolerance: float | None,
+    max_gradients: int,
+    damping: float,
+) -> None:
+    if epsilon is not None and not 0 < abs(epsilon) < math.inf:
+        raise OptionError(f"epsilon is {epsilon}; give a small number other than 0, or leave it out")
+    if tolerance is not None and not 0 < tolerance < math.inf:
+        raise OptionError(f"tolerance is {tolerance}; it must be a positive number")
+    if max_gradients < 1:
+        raise OptionError(f"max_gradients is {max_gradients}; it must be at least 1")
+    if plan is not None and generator is None:
+        raise OptionError("a plan draws minibatches; give generator=torch.Generator().manual_seed(0)")
+    if plan is not None and abs(plan.damping - damping) > 1e-9 * damping:
+        raise OptionError(
+            f"damping is {damping}, the plan was made for {plan.damping}; make both from one value"
+        )
