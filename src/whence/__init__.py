@@ -25,6 +25,7 @@ from whence.similarity import gradient_similarity, influence_similarity
 from whence.solvers import Lissa, Solution, Solver
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum, lanczos, sketch
 from whence.tasks import Classification, ConvexLoss, LanguageModeling, Regression, Task
+from whence.validation import linear_datamodeling_score, pbrf
 from whence.vectors import ParamVector
 
 __all__ = [
@@ -54,7 +55,9 @@ __all__ = [
     "influence_similarity",
     "keep_freed_memory",
     "lanczos",
+    "linear_datamodeling_score",
     "load",
+    "pbrf",
     "sketch",
 ]
 __version__ = "0.1.0.dev0"

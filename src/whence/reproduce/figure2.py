@@ -55,7 +55,7 @@ def run(
     """Run the three batch sizes for one subject; what an earlier run left in ``directory`` is read."""
     if len(subject.test) == 0:
         raise OptionError(f"{subject.name} has no test examples to watch; figure 2 needs a vision subject")
-    path = directory / "convergence" / f"{key}.{profile}.json"
+    path = directory / "convergence" / f"{key}.json"
     if not path.exists():
         write_json(path, _measure(subject, measured, profile, seed))
     numbers = read_json(path)

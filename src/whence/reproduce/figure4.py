@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +32,15 @@ _EFFORTS: dict[tuple[Profile, str], tuple[int, tuple[int, ...], int]] = {
 
 
 def run(
-    subjects: dict[str, Subject], profile: Profile, directory: Path, *, seed: int = 0
+    keys: Sequence[str], load: Callable[[str], Subject], profile: Profile, directory: Path, *, seed: int = 0
 ) -> tuple[Finding, Figure]:
     """Measure the condition for every subject; what an earlier run left in ``directory`` is read."""
     started = time.perf_counter()
     rows = []
-    for key, subject in subjects.items():
-        path = directory / "conditions" / f"{key}.{profile}.json"
+    for key in keys:
+        path = directory / "conditions" / f"{key}.json"
         if not path.exists():
-            write_json(path, _measure(subject, profile, seed))
+            write_json(path, _measure(load(key), profile, seed))
         rows.append(read_json(path))
     words = "; ".join(
         f"{row['name']} on {row['data']}: slope {row['slope']:.3f} ± {row['slope_stderr']:.1g}, Ĉ = "

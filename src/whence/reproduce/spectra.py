@@ -7,6 +7,7 @@ Tr(H)/N   quadratic forms ``gᵀH̃g``, forwards only             ‖H‖_F   tw
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,13 @@ class Measured:
         return Plan.from_spectrum(self.spectrum, self.damping, errors=0.0, chains=1)
 
 
-def measure(key: str, subject: Subject, profile: Profile, directory: Path, *, seed: int = 0) -> Measured:
+def measure(
+    key: str, load: Callable[[], Subject], profile: Profile, directory: Path, *, seed: int = 0
+) -> Measured:
     """Statistics of a subject; read from ``directory`` where an earlier run left them."""
-    path = directory / "spectra" / f"{key}.{profile}.json"
+    path = directory / "spectra" / f"{key}.json"
     if not path.exists():
-        write_json(path, _measure(subject, profile, seed))
+        write_json(path, _measure(load(), profile, seed))
     row = read_json(path)
     return Measured(**{**row, "spectrum": spectrum_from_json(row["spectrum"])})
 

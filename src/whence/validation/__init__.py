@@ -7,6 +7,39 @@
 * `check_condition`: does the assumption behind the batch size hold? `damping_sweep`: what does λ change?
 """
 
+from whence.validation.condition import ConditionCheck, check_condition
+from whence.validation.damping import DampingSweep, damping_sweep
+from whence.validation.datamodeling import (
+    DatamodelingDifference,
+    DatamodelingScore,
+    compare_datamodeling_scores,
+    linear_datamodeling_score,
+)
+from whence.validation.mislabels import DetectionCurve, detection_curve
+from whence.validation.outcomes import Outcomes, half_subsets
+from whence.validation.removal import Brittleness, RemovalEffects, brittleness, removal_effects
 from whence.validation.response import ProximalResponse, pbrf
+from whence.validation.retraining import Trainer, retrain
 
-__all__ = ["ProximalResponse", "pbrf"]
+__all__ = [
+    "Brittleness",
+    "ConditionCheck",
+    "DampingSweep",
+    "DatamodelingDifference",
+    "DatamodelingScore",
+    "DetectionCurve",
+    "Outcomes",
+    "ProximalResponse",
+    "RemovalEffects",
+    "Trainer",
+    "brittleness",
+    "check_condition",
+    "compare_datamodeling_scores",
+    "damping_sweep",
+    "detection_curve",
+    "half_subsets",
+    "linear_datamodeling_score",
+    "pbrf",
+    "removal_effects",
+    "retrain",
+]

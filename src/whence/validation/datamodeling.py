@@ -1,0 +1,368 @@
+"""The linear datamodeling score: do scores predict what training on other subsets of the data would give?
+
+    prediction(S, q) = Σ_{i in S} score(q, i),      truth(S, q) = - mean over seeds of ℓ(q; train(S, s))
+    LDS = mean over queries of the Spearman correlation of the two over subsets
+
+*Interval.* Subsets and queries are drawn again with replacement, both at once: a resample is a weight for each row and
+each column of the table of subsets and queries. Ranks within a resample follow from cumulated weights, so nothing is
+sorted again. Joint resamples spread too far, since they count the noise of single entries three times; their
+percentiles are drawn in by as much, and freed of their bias. The seeds are not drawn again: the interval is that of the
+LDS against a mean over this many seeds, over all subsets and queries of the kind (with one query, for that query).
+*Comparison.* Two methods meet the same subsets, so the interval of their difference comes from the same resamples.
+*Ceiling.* Training is noisy, and no score predicts noise. How well the mean of half of the seeds predicts the other
+half tells how much there is to predict.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from whence.errors import DataError, OptionError
+from whence.validation.outcomes import Outcomes
+
+__all__ = [
+    "DatamodelingDifference",
+    "DatamodelingScore",
+    "compare_datamodeling_scores",
+    "linear_datamodeling_score",
+]
+
+_MOST_SPLITS = 128
+_NUMBERS_AT_ONCE = 100_000  # what fits into a processor's cache
+
+
+@dataclass(frozen=True)
+class DatamodelingScore:
+    """A linear datamodeling score with its confidence interval.
+
+    Attributes:
+        value: mean over queries of `per_query`, undefined ones left out.
+        low, high: ends of the bootstrap interval.
+        stderr: its standard error.
+        confidence: of the interval.
+        per_query: Spearman correlation over subsets, ``[queries]``; NaN where undefined.
+        undefined: query -> why it has no correlation.
+        split_half: the LDS that the mean of half of the seeds has against the mean of as many others, averaged over
+            ways to split; None with one seed.
+        num_subsets, num_seeds: of the truth.
+    """
+
+    value: float
+    low: float
+    high: float
+    stderr: float
+    confidence: float
+    per_query: Tensor
+    undefined: Mapping[int, str]
+    split_half: float | None
+    num_subsets: int
+    num_seeds: int
+
+    @property
+    def ceiling(self) -> float | None:
+        """About what the expected loss itself would score, had one trained with infinitely many seeds.
+
+        From the split-half r of ``h = ⌊seeds/2⌋`` by Spearman and Brown: ``√(k r / (1 + (k - 1) r))``, ``k = seeds/h``.
+        Exact for correlations of normal variables, near it for ranks.
+        """
+        if self.split_half is None:
+            return None
+        r, k = max(self.split_half, 0.0), self.num_seeds / (self.num_seeds // 2)
+        return math.sqrt(k * r / (1 + (k - 1) * r))
+
+    def __str__(self) -> str:
+        queries = len(self.per_query)
+        text = (
+            f"LDS {self.value:.3f} [{self.low:.3f}, {self.high:.3f}] ({self.confidence:.0%}; "
+            f"{self.num_subsets} subsets × {self.num_seeds} seeds, {queries} {'query' if queries == 1 else 'queries'})"
+        )
+        if self.ceiling is not None:
+            text += f", noise ceiling {self.ceiling:.3f}"
+        if self.undefined:
+            text += f", {len(self.undefined)} queries without a correlation"
+        return text
+
+
+@dataclass(frozen=True)
+class DatamodelingDifference:
+    """By how much one method's LDS exceeds another's, from the same resamples.
+
+    Attributes:
+        first, second: the two scores.
+        value: mean over the queries for which both are defined of first less second.
+        low, high, stderr: of the difference.
+    """
+
+    first: DatamodelingScore
+    second: DatamodelingScore
+    value: float
+    low: float
+    high: float
+    stderr: float
+
+    @property
+    def separated(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low > 0 or self.high < 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.first.value:.3f} - {self.second.value:.3f} = {self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}] "
+            f"({self.first.confidence:.0%})"
+        )
+
+
+def linear_datamodeling_score(
+    scores: Tensor,
+    outcomes: Outcomes,
+    *,
+    confidence: float = 0.95,
+    bootstrap: int = 1000,
+    generator: torch.Generator,
+) -> DatamodelingScore:
+    """The LDS of scores against what training on subsets gave.
+
+    Args:
+        scores: ``[queries, n]``, positive where training on the example lowers the query's loss, as
+            `Attribution.scores` (or `Attribution.effects`, where examples differ in length).
+        outcomes: of `retrain` on random subsets, such as `half_subsets`.
+        confidence: of the interval.
+        bootstrap: number of resamples.
+        generator: draws them.
+
+    Example:
+        >>> from whence.validation.outcomes import half_subsets
+        >>> g = torch.Generator().manual_seed(0)
+        >>> subsets = half_subsets(8, 20, generator=g)
+        >>> helps = torch.arange(8.0, dtype=torch.float64).repeat(3, 1)
+        >>> outcomes = Outcomes(-(subsets.double() @ helps.T).unsqueeze(1), subsets, seeds=(0,))
+        >>> linear_datamodeling_score(helps, outcomes, generator=g).value
+        1.0
+    """
+    bench = _Bench(outcomes, confidence, bootstrap, generator)
+    return bench.score(bench.measure(scores))
+
+
+def compare_datamodeling_scores(
+    first: Tensor,
+    second: Tensor,
+    outcomes: Outcomes,
+    *,
+    confidence: float = 0.95,
+    bootstrap: int = 1000,
+    generator: torch.Generator,
+) -> DatamodelingDifference:
+    """The LDS of two methods on the same outcomes, and the interval of their difference.
+
+    The difference is often known far better than either: both meet the same lucky and unlucky subsets.
+
+    Args:
+        first: scores of one method, ``[queries, n]``.
+        second: scores of the other.
+        outcomes: of `retrain` on random subsets.
+        confidence: of the intervals.
+        bootstrap: number of resamples.
+        generator: draws them.
+    """
+    bench = _Bench(outcomes, confidence, bootstrap, generator)
+    one, other = bench.measure(first), bench.measure(second)
+    value, low, high, stderr = bench.interval(
+        one.per_query - other.per_query, one.resampled - other.resampled
+    )
+    return DatamodelingDifference(bench.score(one), bench.score(other), value, low, high, stderr)
+
+
+# --- resamples -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Measured:
+    per_query: Tensor  # [queries]
+    resampled: Tensor  # [bootstrap, queries]
+    undefined: dict[int, str]
+
+
+class _Bench:
+    """Outcomes, and the resamples that every method is measured on."""
+
+    def __init__(
+        self, outcomes: Outcomes, confidence: float, bootstrap: int, generator: torch.Generator
+    ) -> None:
+        if not 0 < confidence < 1:
+            raise OptionError(f"confidence is {confidence}; it is a probability, such as 0.95")
+        needed = math.ceil(2 / (1 - confidence))
+        if bootstrap < needed:
+            raise OptionError(
+                f"bootstrap is {bootstrap}; an interval of {confidence:.0%} needs at least {needed} resamples, better "
+                "1000"
+            )
+        self.subsets, self.queries = outcomes.mean.shape
+        if self.subsets < 3:
+            raise OptionError(f"there are {self.subsets} subsets; a correlation over them needs at least 3")
+        self.outcomes, self.confidence = outcomes, confidence
+        self.truth = _Ranks(-outcomes.mean)
+        self.rows = _weights(bootstrap, self.subsets, generator)
+        self.columns = _weights(bootstrap, self.queries, generator)
+        self.split_half = _split_half(outcomes, generator)
+
+    def measure(self, scores: Tensor) -> _Measured:
+        """A method's correlation for each query, in the data and in every resample."""
+        n = self.outcomes.subsets.shape[1]
+        if scores.shape != (self.queries, n):
+            raise OptionError(
+                f"scores have shape {tuple(scores.shape)}; it must be [{self.queries}, {n}], as there are outcomes of "
+                f"{self.queries} queries and {n} examples"
+            )
+        scores = scores.detach().cpu().double()
+        unknown = (~torch.isfinite(scores)).any(0).nonzero().flatten()
+        if len(unknown):
+            raise DataError(
+                f"{len(unknown)} examples have scores that are NaN or infinite (the first is {int(unknown[0])}); score "
+                "every example that subsets were drawn from"
+            )
+        predictions = self.outcomes.subsets.double() @ scores.T
+        # Sums of the same numbers in another order differ by rounding, which must not be ranked.
+        rounding = 1e-12 * scores.abs().sum(1)
+        same = predictions.amax(0) - predictions.amin(0) <= rounding
+        predictions[:, same] = 0.0
+        ranks = _Ranks(predictions)
+        chunk = max(1, _NUMBERS_AT_ONCE // (self.subsets * self.queries))
+        resampled = torch.cat([_correlations(ranks, self.truth, rows) for rows in self.rows.split(chunk)])
+        per_query = _correlations(ranks, self.truth, torch.ones(1, self.subsets, dtype=torch.float64))[0]
+        flat = self.outcomes.mean.amax(0) == self.outcomes.mean.amin(0)
+        undefined = {
+            query: "its loss is the same after training on any of the subsets"
+            if bool(flat[query])
+            else "its scores predict the same for each of the subsets"
+            for query in per_query.isnan().nonzero().flatten().tolist()
+        }
+        return _Measured(per_query, resampled, undefined)
+
+    def score(self, measured: _Measured) -> DatamodelingScore:
+        """With its interval."""
+        value, low, high, stderr = self.interval(measured.per_query, measured.resampled)
+        return DatamodelingScore(
+            value=value,
+            low=max(low, -1.0),
+            high=min(high, 1.0),
+            stderr=stderr,
+            confidence=self.confidence,
+            per_query=measured.per_query,
+            undefined=measured.undefined,
+            split_half=self.split_half,
+            num_subsets=self.subsets,
+            num_seeds=len(self.outcomes.seeds),
+        )
+
+    def interval(self, per_query: Tensor, resampled: Tensor) -> tuple[float, float, float, float]:
+        """Value, low, high and standard error of a mean over queries."""
+        defined = ~per_query.isnan()
+        value = float(per_query[defined].mean())
+        means = _mean_of_defined(resampled[:, defined], self.columns[:, defined])
+        means = means[~means.isnan()]
+        if len(means) < 2:
+            return value, math.nan, math.nan, math.nan
+        variance = _variance(per_query[defined], resampled[:, defined])
+        shrink = math.sqrt(min(1.0, variance / max(float(means.var()), 1e-300)))
+        tail = (1 - self.confidence) / 2
+        ends = means.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
+        # Correlations over few subsets are a little too small; those of resamples are so by as much again.
+        mean = means.mean()
+        low, high = (2 * value - mean + shrink * (ends - mean)).tolist()
+        return value, min(low, value), max(high, value), math.sqrt(variance)
+
+
+class _Ranks:
+    """Ranks within the columns of a table ``[rows, columns]``, and within any resample of its rows."""
+
+    def __init__(self, table: Tensor) -> None:
+        from scipy.stats import rankdata  # takes a second to import, which every use of whence would pay
+
+        array = table.numpy()
+        self.order = torch.from_numpy(array.argsort(axis=0))
+        self.below = torch.from_numpy(rankdata(array, "min", axis=0)).long() - 1
+        self.through = torch.from_numpy(rankdata(array, "max", axis=0)).long()
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Mid-ranks less their mean, where row i occurs ``weights[:, i]`` times: ``[resamples, rows, columns]``."""
+        cumulated = F.pad(weights[:, self.order].cumsum(1), (0, 0, 1, 0))
+        shape = (len(weights), *self.order.shape)
+        below = cumulated.gather(1, self.below.expand(shape))
+        through = cumulated.gather(1, self.through.expand(shape))
+        return 0.5 * (below + through - weights.sum(1).reshape(-1, 1, 1))
+
+
+def _correlations(first: _Ranks, second: _Ranks, weights: Tensor) -> Tensor:
+    """Spearman's correlation of each column in each resample, ``[resamples, columns]``; NaN where one is constant."""
+    x, y, w = first.weighted(weights), second.weighted(weights), weights.unsqueeze(2)
+    return (w * x * y).sum(1) / ((w * x * x).sum(1) * (w * y * y).sum(1)).sqrt()
+
+
+def _weights(count: int, size: int, generator: torch.Generator) -> Tensor:
+    """How often each of ``size`` things occurs in ``size`` draws with replacement, ``[count, size]``."""
+    drawn = torch.randint(size, (count, size), generator=generator, device=generator.device).cpu()
+    ones = torch.ones(count, size, dtype=torch.float64)
+    return torch.zeros(count, size, dtype=torch.float64).scatter_add_(1, drawn, ones)
+
+
+def _mean_of_defined(correlations: Tensor, weights: Tensor) -> Tensor:
+    """Weighted means of the rows, NaN left out; NaN where nothing is left."""
+    weights = weights * ~correlations.isnan()
+    return (weights * correlations.nan_to_num()).sum(1) / weights.sum(1)
+
+
+def _variance(per_query: Tensor, resampled: Tensor) -> float:
+    """Of the mean over queries: ``σ²_subsets + σ²_queries - σ²_both``.
+
+    ``resampled`` has other subsets and the same queries. The noise that belongs to neither a subset nor a query but to
+    the two together is part of both spreads (and is in the spread of joint resamples three times), so it is
+    taken out once.
+    """
+    deviations = (resampled - per_query).nan_to_num()
+    shared = deviations.mean(1)
+    of_subsets, count = float(shared.var()), len(per_query)
+    if count < 2:
+        return of_subsets
+    of_queries = float(per_query.var()) / count
+    of_both = float((deviations - shared.unsqueeze(1)).var(0).sum()) / (count * (count - 1))
+    return max(of_subsets + of_queries - of_both, of_subsets, of_queries)
+
+
+# --- the noise ceiling -----------------------------------------------------------------------------------------
+
+
+def _split_half(outcomes: Outcomes, generator: torch.Generator) -> float | None:
+    seeds = len(outcomes.seeds)
+    if seeds < 2:
+        return None
+    ones = torch.ones(1, len(outcomes.subsets), dtype=torch.float64)
+    every_query = torch.ones(1, outcomes.losses.shape[2], dtype=torch.float64)
+    values = []
+    for first, second in _halvings(seeds, generator):
+        halves = [_Ranks(outcomes.losses[:, list(half)].mean(1)) for half in (first, second)]
+        values.append(float(_mean_of_defined(_correlations(halves[0], halves[1], ones), every_query)))
+    return math.fsum(values) / len(values)
+
+
+def _halvings(seeds: int, generator: torch.Generator) -> list[tuple[list[int], list[int]]]:
+    """All ways to part the seeds in two equal halves (one is left over where they are odd), or some of many."""
+    half = seeds // 2
+    if math.comb(seeds, 2 * half) * math.comb(2 * half - 1, half) > _MOST_SPLITS:
+        drawn = [
+            torch.randperm(seeds, generator=generator, device=generator.device).tolist()
+            for _ in range(_MOST_SPLITS)
+        ]
+        return [(order[:half], order[half : 2 * half]) for order in drawn]
+    splits = []
+    for both in itertools.combinations(range(seeds), 2 * half):
+        for rest in itertools.combinations(both[1:], half - 1):
+            first = [both[0], *rest]
+            splits.append((first, [seed for seed in both if seed not in first]))
+    return splits

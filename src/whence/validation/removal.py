@@ -1,0 +1,282 @@
+"""Removal: what a query's loss becomes when examples are left out and the model is trained again.
+
+    effect(G, q) = E_s [ ℓ(q; train(all - G, s)) - ℓ(q; train(all, s)) ]
+
+Positive: the group helped the query. This is what ``score / n`` estimates, summed over the group: the same sign and
+unit as `Attribution.effects`. Both trainings have the same seed, and the error is that of the mean difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.special import stdtrit
+from torch import Tensor
+
+from whence.errors import OptionError
+from whence.tasks import Task
+from whence.validation.outcomes import Outcomes, positions_of, standard_error
+from whence.validation.retraining import Trainer, retrain
+
+__all__ = ["Brittleness", "RemovalEffects", "brittleness", "removal_effects"]
+
+
+@dataclass(frozen=True)
+class RemovalEffects:
+    """Effects of removing groups of examples.
+
+    The runs on all data serve every group, so the effects of two groups share part of their error.
+
+    Attributes:
+        outcomes: of training on all data, then on all data without each group.
+        groups: positions of the examples of each group.
+    """
+
+    outcomes: Outcomes
+    groups: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.outcomes.subsets) != len(self.groups) + 1 or not bool(self.outcomes.subsets[0].all()):
+            raise OptionError(
+                f"{len(self.outcomes.subsets)} subsets do not fit {len(self.groups)} groups; the first must be all "
+                "data, the others all data without each group"
+            )
+
+    @property
+    def differences(self) -> Tensor:
+        """``ℓ`` without the group less ``ℓ`` with all data, seed by seed: ``[groups, seeds, queries]``."""
+        return self.outcomes.losses[1:] - self.outcomes.losses[:1]
+
+    @property
+    def effects(self) -> Tensor:
+        """Nats by which each query's loss rises without each group, ``[groups, queries]``."""
+        return self.differences.mean(1)
+
+    @property
+    def stderr(self) -> Tensor:
+        """Standard errors of the effects, ``[groups, queries]``; NaN where there is only one seed."""
+        return standard_error(self.differences, 1)
+
+    def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Ends of the Student-t confidence intervals over seeds, ``[groups, queries]`` each."""
+        if not 0 < confidence < 1:
+            raise OptionError(f"confidence is {confidence}; it is a probability, such as 0.95")
+        seeds = len(self.outcomes.seeds)
+        if seeds < 2:
+            raise OptionError("there is one seed, which tells nothing of the error; train with several")
+        width = self.stderr * float(stdtrit(seeds - 1, 0.5 + confidence / 2))
+        return self.effects - width, self.effects + width
+
+    def predicted(self, effects: Tensor) -> Tensor:
+        """What an attribution predicts: its `Attribution.effects` ``[queries, n]`` summed over each group.
+
+        Returns:
+            ``[groups, queries]``, to be compared with `effects`.
+        """
+        n = self.outcomes.subsets.shape[1]
+        if effects.ndim != 2 or effects.shape[1] != n:
+            raise OptionError(f"effects have shape {tuple(effects.shape)}; it must be [queries, {n}]")
+        return torch.stack([effects[:, list(group)].double().sum(1) for group in self.groups])
+
+
+def removal_effects(
+    train: Trainer,
+    num_examples: int,
+    groups: Sequence[int | Sequence[int]],
+    queries: Any,
+    *,
+    task: Task,
+    seeds: Sequence[int],
+    batch_size: int = 256,
+    processes: int = 1,
+    directory: str | Path | None = None,
+    name: str = "",
+) -> RemovalEffects:
+    """Train on all data, and on all data without each group, with the same seeds.
+
+    Args:
+        train: the user's training (`whence.validation.retraining.Trainer`).
+        num_examples: in the training data.
+        groups: positions of the examples to remove together; a single position is a group of one (leave-one-out).
+        queries: a data set, items as the task reads them.
+        task: gives the queries' losses.
+        seeds: of the training runs; differences are paired over them.
+        batch_size: queries at a time.
+        processes: how many train side by side; see `retrain`.
+        directory: where to keep what is finished; see `retrain`.
+        name: of the training's settings; see `retrain`.
+    """
+    everything = torch.ones(num_examples, dtype=torch.bool)
+    removed = [
+        positions_of(group, num_examples, f"group {number}").sort().values
+        for number, group in enumerate(groups)
+    ]
+    if not removed:
+        raise OptionError("there is no group to remove; give at least one")
+    for number, group in enumerate(removed):
+        if not 0 < len(group) < num_examples:
+            raise OptionError(
+                f"group {number} has {len(group)} of {num_examples} examples; remove at least one and not all"
+            )
+    outcomes = retrain(
+        train,
+        torch.stack([everything, *(_without(group, num_examples) for group in removed)]),
+        seeds,
+        queries,
+        task=task,
+        batch_size=batch_size,
+        processes=processes,
+        directory=directory,
+        name=name,
+    )
+    return RemovalEffects(outcomes, tuple(tuple(group.tolist()) for group in removed))
+
+
+@dataclass(frozen=True)
+class Brittleness:
+    """How a query's loss rises without its most helpful examples, and without as many random ones.
+
+    The error of a random mean has two sources, which draws to remove and which seeds to train with:
+    ``σ² = σ²_draws / draws + σ²_seeds / seeds``, each measured by the spread of means over the other. What the
+    two share is counted twice, so the errors are a little too large rather than too small.
+
+    Attributes:
+        outcomes: of training on all data; without the top k, query by query and k by k; and without k random
+            examples, draw by draw and k by k.
+        counts: the numbers k of examples that were removed.
+        top: positions of each query's most helpful examples, best first, ``[queries, largest k]``.
+    """
+
+    outcomes: Outcomes
+    counts: tuple[int, ...]
+    top: Tensor
+
+    @property
+    def top_changes(self) -> Tensor:
+        """Change of each query's loss without its own top k, ``[queries, counts, seeds]``."""
+        queries = len(self.top)
+        rows = self._changes()[: queries * len(self.counts)].unflatten(0, (queries, len(self.counts)))
+        own = torch.arange(queries)
+        changes: Tensor = rows[own, :, :, own]
+        return changes
+
+    @property
+    def random_changes(self) -> Tensor:
+        """Change of each query's loss without k random examples, ``[draws, queries, counts, seeds]``."""
+        rows = self._changes()[len(self.top) * len(self.counts) :].unflatten(0, (-1, len(self.counts)))
+        changes: Tensor = rows.permute(0, 3, 1, 2)
+        return changes
+
+    @property
+    def effects(self) -> Tensor:
+        """Mean over seeds of `top_changes`, ``[queries, counts]``."""
+        return self.top_changes.mean(2)
+
+    @property
+    def stderr(self) -> Tensor:
+        """Standard errors of `effects`; NaN where there is only one seed."""
+        return standard_error(self.top_changes, 2)
+
+    @property
+    def random_effects(self) -> Tensor:
+        """Mean over draws and seeds of `random_changes`, ``[queries, counts]``."""
+        return self.random_changes.mean((0, 3))
+
+    @property
+    def random_stderr(self) -> Tensor:
+        """Standard errors of `random_effects`."""
+        return torch.hypot(self._draw_error(), standard_error(self.random_changes.mean(0), 2))
+
+    @property
+    def excess(self) -> Tensor:
+        """How much more the top k cost than k random examples, ``[queries, counts]``."""
+        return self.effects - self.random_effects
+
+    @property
+    def excess_stderr(self) -> Tensor:
+        """Standard errors of `excess`, paired over seeds."""
+        paired = self.top_changes - self.random_changes.mean(0)
+        return torch.hypot(self._draw_error(), standard_error(paired, 2))
+
+    def _changes(self) -> Tensor:
+        """``[removals, seeds, queries]``."""
+        return self.outcomes.losses[1:] - self.outcomes.losses[:1]
+
+    def _draw_error(self) -> Tensor:
+        return standard_error(self.random_changes.mean(3), 0)
+
+
+def brittleness(
+    train: Trainer,
+    scores: Tensor,
+    queries: Any,
+    *,
+    task: Task,
+    seeds: Sequence[int],
+    counts: Sequence[int],
+    generator: torch.Generator,
+    draws: int = 4,
+    batch_size: int = 256,
+    processes: int = 1,
+    directory: str | Path | None = None,
+    name: str = "",
+) -> Brittleness:
+    """Remove each query's k most helpful examples by score, for several k, and k random ones; train again.
+
+    There are ``1 + (queries + draws) · len(counts)`` subsets to train on with each seed. The random examples of one
+    draw are nested, as the most helpful are, and serve every query.
+
+    Args:
+        train: the user's training (`whence.validation.retraining.Trainer`).
+        scores: ``[queries, n]``, positive where training on the example lowers the query's loss. Examples with NaN
+            were not scored, and are not among the most helpful.
+        queries: a data set, items as the task reads them.
+        task: gives the queries' losses.
+        seeds: of the training runs; differences are paired over them.
+        counts: numbers k of examples to remove.
+        generator: draws the random examples.
+        draws: how many times.
+        batch_size: queries at a time.
+        processes: how many train side by side; see `retrain`.
+        directory: where to keep what is finished; see `retrain`.
+        name: of the training's settings; see `retrain`.
+    """
+    if scores.ndim != 2 or len(scores) != len(queries):
+        raise OptionError(
+            f"scores have shape {tuple(scores.shape)} for {len(queries)} queries; it must be [queries, n]"
+        )
+    n = scores.shape[1]
+    scored = int((~scores.isnan()).sum(1).min())
+    if not counts or min(counts) < 1 or max(counts) > min(scored, n - 1):
+        raise OptionError(
+            f"counts are {list(counts)}; give numbers of examples to remove, from 1 to {min(scored, n - 1)}"
+        )
+    if draws < 2:
+        raise OptionError(f"draws is {draws}; an error needs at least 2")
+    ranked = scores.detach().cpu().double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    top = ranked.argsort(dim=1, descending=True, stable=True)[:, : max(counts)]
+    device = generator.device
+    drawn = [torch.randperm(n, generator=generator, device=device).cpu() for _ in range(draws)]
+    removals = [_without(order[:k], n) for order in (*top, *drawn) for k in counts]
+    outcomes = retrain(
+        train,
+        torch.stack([torch.ones(n, dtype=torch.bool), *removals]),
+        seeds,
+        queries,
+        task=task,
+        batch_size=batch_size,
+        processes=processes,
+        directory=directory,
+        name=name,
+    )
+    return Brittleness(outcomes, tuple(int(k) for k in counts), top)
+
+
+def _without(group: Tensor, num_examples: int) -> Tensor:
+    mask = torch.ones(num_examples, dtype=torch.bool)
+    mask[group] = False
+    return mask
