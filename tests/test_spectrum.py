@@ -258,6 +258,24 @@ def test_lambda_max_of_a_subset_covers_the_truth() -> None:
     assert hits >= 17
 
 
+def test_where_few_terms_carry_the_curvature_the_frobenius_norm_bounds_lambda_max() -> None:
+    """One term in fifty is large, in a direction of its own: a subset's λmax is that of whichever it holds."""
+    torch.manual_seed(0)
+    x = 0.1 * torch.randn(2000, 60, dtype=torch.float64)
+    x[::50] = 6 * torch.eye(60, dtype=torch.float64)[torch.arange(40)]
+    A = FiniteSum(torch.einsum("ti,tj->tij", x, x))
+    true = float(torch.linalg.eigvalsh(A.mean.matrix)[-1])
+    bounded = 0
+    for seed in range(10):
+        g = torch.Generator().manual_seed(seed)
+        spectrum = estimate_spectrum(A, generator=g, lanczos_terms=100, probes=64, measure_constant=False)
+        assert spectrum.eigenvalues is not None
+        bounded += float(spectrum.eigenvalues[0]) > 1.5 * spectrum.frobenius.upper()
+        # the interval's upper end, and half of it again for the error on both sides
+        assert true <= spectrum.lambda_max.upper() <= 1.5 * spectrum.frobenius.upper()
+    assert bounded >= 5  # the subset alone would have been far off
+
+
 def test_losses_without_sampled_labels_use_quadratic_forms() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double().eval()

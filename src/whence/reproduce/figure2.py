@@ -182,7 +182,12 @@ def _draw(numbers: dict[str, Any]) -> Figure:
         for panel, row in zip(panels, settings, strict=False):
             grid = torch.tensor([[float("nan") if x is None else x for x in r] for r in row["between_steps"]])
             shown = panel.imshow(
-                grid, vmin=0, vmax=1, origin="lower", extent=(0, steps[-1], 0, steps[-1]), cmap="viridis"
+                grid.numpy(),
+                vmin=0,
+                vmax=1,
+                origin="lower",
+                extent=(0, steps[-1], 0, steps[-1]),
+                cmap="viridis",
             )
             panel.grid(False)
             runs = f", mean of {row['runs']} runs" if row["runs"] > 1 else ""

@@ -194,7 +194,7 @@ def _draw(influence: Tensor, gradient: Tensor, blocks: list[dict[str, float]], p
             (panels[1], gradient, "Gradient similarity"),
             (panels[2], gradient - influence, "Gradient minus influence"),
         ):
-            shown = panel.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r")
+            shown = panel.imshow(matrix.numpy(), vmin=-1, vmax=1, cmap="RdBu_r")
             panel.grid(False)
             panel.set_title(title)
             panel.axhline(pairs - 0.5, color="black", linewidth=0.6)

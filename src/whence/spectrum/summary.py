@@ -106,7 +106,8 @@ def estimate_spectrum(
 
     λmax is found by Lanczos on all terms where there are at most ``lanczos_terms``, else on a subset of that
     size. A subset's own top Ritz value is too large on average, and the quadratic form of its Ritz vector on
-    *other* data too small; the estimate is the middle, and its error covers both.
+    *other* data too small; the estimate is the middle, and its error covers both. Where few examples carry the
+    curvature the two are far apart; ``λmax ≤ ‖H‖_F``, measured on all of the data, then bounds it better.
 
     Args:
         operator: the operator, undamped.
@@ -128,7 +129,9 @@ def estimate_spectrum(
             f"the trace of the operator is {trace.value:.3g}: the outputs do not depend on the selected "
             "parameters, or the model is certain of every answer. There is no curvature to work with"
         )
-    lambda_max, eigenvalues, top_vector = _top(operator, min(lanczos_terms, terms), max_products, generator)
+    lambda_max, eigenvalues, top_vector = _top(
+        operator, min(lanczos_terms, terms), max_products, frobenius, generator
+    )
     constant, top_constant, seconds = None, None, None
     if measure_constant and terms > 1:
         started = time.perf_counter()
@@ -176,7 +179,7 @@ def _moments(
 
 
 def _top(
-    operator: LinearOperator, terms: int, max_products: int, generator: torch.Generator
+    operator: LinearOperator, terms: int, max_products: int, frobenius: Estimate, generator: torch.Generator
 ) -> tuple[Estimate, Tensor, ParamVector]:
     whole = terms >= operator.num_terms
     found = lanczos(
@@ -195,9 +198,9 @@ def _top(
             for _ in range(rounds)
         ]
     )
-    middle = 0.5 * (found.lambda_max.value + held_out.value)
-    error = max(abs(found.lambda_max.value - held_out.value) / 2, held_out.stderr, found.lambda_max.stderr)
-    return Estimate(middle, error), found.eigenvalues, found.top_vector
+    high = max(min(found.lambda_max.value, frobenius.upper()), held_out.value)
+    error = max((high - held_out.value) / 2, held_out.stderr, found.lambda_max.stderr)
+    return Estimate(0.5 * (high + held_out.value), error), found.eigenvalues, found.top_vector
 
 
 def _relative(estimate: Estimate) -> float:

@@ -1,0 +1,272 @@
+"""`whence reproduce`: the quick profile, and the paper's profile on tiny checkpoints in the paper's formats."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from tiny_hf import byte_level, vit_directory
+from whence.errors import OptionError
+from whence.reproduce import NAMES, figure1, figure2, figure3, figure4, reproduce, spectra, subjects
+from whence.reproduce.figure1 import case_of
+from whence.reproduce.figure3 import paraphrase_test
+from whence.reproduce.finding import read
+from whence.reproduce.sentences import PAIRS
+from whence.reproduce.table1 import PRINTED, rounded
+from whence.reproduce.table2 import FROBENIUS
+
+# --- arithmetic on what the paper prints -----------------------------------------------------------------
+
+
+def test_the_printed_table_follows_from_its_own_statistics_but_for_one_row() -> None:
+    wrong = [row.name for row in PRINTED if row.batch_by_formula != row.batch_size]
+    assert wrong == ["ResNet-50"]
+    assert next(row for row in PRINTED if row.name == "ResNet-50").batch_by_formula == 100
+    for row in PRINTED:
+        assert math.isclose(row.step_by_formula, row.step_size)
+        assert row.steps_by_formula == row.num_steps
+
+
+@pytest.mark.parametrize(
+    ("x", "nearest"), [(31.0, 30.0), (47.7, 50.0), (0.00363, 0.003), (88.9, 100.0), (114.4, 100.0)]
+)
+def test_rounding_as_the_table_does(x: float, nearest: float) -> None:
+    assert math.isclose(rounded(x), nearest)
+
+
+def test_two_printed_frobenius_norms_are_impossible() -> None:
+    impossible = [
+        row.name
+        for row in PRINTED
+        if FROBENIUS[row.name] > math.sqrt(row.lambda_max * row.mean_eigenvalue * row.num_parameters)
+    ]
+    assert impossible == ["ResNet-18", "ResNet-50"]
+
+
+def test_the_twenty_sentences() -> None:
+    assert len(PAIRS) == 10
+    assert len({sentence for pair in PAIRS for sentence in pair}) == 20
+
+
+# --- what is made of the numbers -------------------------------------------------------------------------
+
+
+def test_rewrites_that_stand_out_are_found() -> None:
+    torch.manual_seed(0)
+    noise = 0.05 * torch.randn(20, 20, dtype=torch.float64)
+    matched = torch.eye(10, dtype=torch.float64).repeat(2, 2)
+    test = paraphrase_test(0.5 * matched + noise + noise.T)
+    assert test.right == 10
+    assert test.p_value < 1e-3
+    assert test.separation > 3
+
+
+def test_rewrites_that_do_not_stand_out_are_not_found() -> None:
+    values = []
+    for seed in range(40):
+        noise = torch.randn(20, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        values.append(paraphrase_test(noise + noise.T, seed=seed).p_value)
+    assert 0.3 < sum(values) / len(values) < 0.7  # p-values are uniform
+    assert sum(value < 0.05 for value in values) <= 6
+
+
+def test_the_three_cases() -> None:
+    assert case_of(0.99, 5.0, 10.0) == 1
+    assert case_of(0.99, 1e-6, 10.0) == 1
+    assert case_of(0.2, 0.01, 10.0) == 2
+    assert case_of(0.2, 5.0, 10.0) == 3
+
+
+# --- parameters ------------------------------------------------------------------------------------------
+
+
+def test_outer_parameters_are_left_out() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(1, 2, 1), nn.BatchNorm1d(2), nn.Linear(3, 2))
+    assert subjects.inner_parameters(model) == {"1.weight", "1.bias", "3.weight", "3.bias"}
+
+
+def test_a_tied_head_is_left_out_with_the_embedding() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, bos_token_id=0, eos_token_id=1, **sizes))
+    names = subjects.inner_parameters(model)
+    assert not any("wte" in name or "wpe" in name or "lm_head" in name for name in names)
+    assert any("attn" in name for name in names)
+
+
+# --- whole reproductions ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("quick")
+    for name in ("table1", "table2", "figure1", "figure2"):
+        list(reproduce(name, "quick", directory))
+    return directory
+
+
+def finding(directory: Path, name: str) -> Any:
+    return next(found for found in read(directory) if found.name == name)
+
+
+def test_quick_tables(quick: Path) -> None:
+    table = finding(quick, "table1")
+    assert table.holds
+    for row in table.numbers["rows"]:
+        assert row["batch_size"] == math.ceil(
+            2 * row["mean_eigenvalue"] * row["num_parameters"] / row["lambda_max"] - 1e-9
+        )
+    assert all(row["consistent"] for row in finding(quick, "table2").numbers["rows"])
+
+
+def test_quick_figure_1_agrees_with_fine_tuning(quick: Path) -> None:
+    rows = finding(quick, "figure1").numbers["rows"]
+    assert all(row["converged"] for row in rows)
+    assert min(row["correlation"] for row in rows) > 0.95
+    assert all(0.8 < row["slope"] < 1.25 for row in rows)
+
+
+def test_quick_figure_2_shows_the_small_batch_behind(quick: Path) -> None:
+    found = finding(quick, "figure2")
+    large, recommended, small = found.numbers["settings"]
+    assert small["diverged"] > 0 or small["final"] < recommended["final"]
+    assert large["final"] > 0.9
+
+
+def test_everything_is_written_and_summed_up(quick: Path) -> None:
+    for name in ("table1", "table2", "figure1", "figure2"):
+        for suffix in ("json", "svg", "png", "md"):
+            assert (quick / f"{name}.{suffix}").stat().st_size > 200
+    results = (quick / "RESULTS.md").read_text()
+    assert results.index("Table 1") < results.index("Table 2") < results.index("Figure 1")
+
+
+def test_a_second_run_measures_nothing_again(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spectra, "_measure", None)
+    monkeypatch.setattr(figure1, "_image", None)
+    monkeypatch.setattr(figure2, "_measure", None)
+    before = (quick / "figure1.svg").read_bytes()
+    for name in ("table1", "figure1", "figure2"):
+        list(reproduce(name, "quick", quick))
+    assert (quick / "figure1.svg").read_bytes() == before
+
+
+# --- the paper's own formats -----------------------------------------------------------------------------
+
+
+def resnet_directory(path: Path) -> None:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    torch.manual_seed(0)
+    config = ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=2
+    )
+    ResNetForImageClassification(config).save_pretrained(path)
+    donor = vit_directory(path.parent / "donor")  # any image processor for small pictures
+    (path / "preprocessor_config.json").write_text((donor / "preprocessor_config.json").read_text())
+
+
+def language_directory(path: Path, name: str) -> None:
+    import transformers
+
+    tokenizer = byte_level(bos=True)
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 256,
+    }
+    if name == "OPT":
+        sizes |= {"ffn_dim": 16, "word_embed_proj_dim": 16}
+    else:
+        sizes |= {"intermediate_size": 16, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=1, initializer_range=0.2, **sizes
+    )
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The paper's models and data sets, as directories, but tiny."""
+    root = tmp_path_factory.mktemp("inputs")
+    for key in ("resnet-18", "resnet-50"):
+        resnet_directory(root / key)
+    for key, name in (("opt-1.3b", "OPT"), ("llama-7b", "Llama"), ("mistral-7b", "Mistral")):
+        language_directory(root / key, name)
+    pixels = np.random.default_rng(0)
+    for part, count in (("train", 12), ("val", 6)):
+        for label in ("LABEL_0", "LABEL_1"):
+            (root / "imagenet" / part / label).mkdir(parents=True)
+            for k in range(count):
+                image = Image.fromarray(pixels.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+                image.save(root / "imagenet" / part / label / f"{k}.png")
+    (root / "openwebtext").mkdir()
+    rows = [{"text": f"{original} {rewrite} " * 3} for original, rewrite in PAIRS]
+    (root / "openwebtext" / "part.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return root
+
+
+@pytest.fixture
+def small_efforts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paper's profile is the same code with more repetitions."""
+    effort = spectra._Effort(forms=12, pairs=6, batch=64, probes=8, lanczos_terms=256)
+    for kind, sizes in (("vision", (2, 4, 8, 16)), ("language", (64, 128, 256, 512))):
+        monkeypatch.setitem(spectra._EFFORTS, ("paper", kind), effort)
+        monkeypatch.setitem(figure4._EFFORTS, ("paper", kind), (6, sizes, 256))
+    monkeypatch.setitem(
+        figure1._EFFORTS,
+        "paper",
+        figure1._Effort(images=2, tests=6, full_batch=False, refine=1.0, chains=2, tuning_chains=1),
+    )
+    monkeypatch.setitem(figure2._EFFORTS, "paper", (20, 4, 6, 1))
+    monkeypatch.setitem(figure3._EFFORTS, "paper", (3, 3, 2))
+    for key in spectra._EFFORTS:
+        assert key[0] in ("quick", "offline", "paper")
+    monkeypatch.setattr(subjects, "_PAPER_DAMPING", 0.5)
+
+
+@pytest.mark.filterwarnings("ignore::whence.errors.WhenceWarning")  # tiny random models converge badly
+@pytest.mark.parametrize("name", ["table1", "figure1", "figure2", "figure3", "figure4"])
+def test_the_papers_profile_runs_on_its_formats(
+    name: str, inputs: Path, tmp_path: Path, small_efforts: None
+) -> None:
+    (found,) = reproduce(name, "paper", tmp_path, inputs=inputs)
+    assert found.profile == "paper"
+    assert (tmp_path / f"{name}.svg").exists()
+    if name == "table1":
+        assert [row["name"] for row in found.numbers["rows"]] == [row.name for row in PRINTED]
+
+
+# --- bad input -------------------------------------------------------------------------------------------
+
+
+def test_unknown_names_and_profiles(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"no table or figure 'figure9'.*table1, table2"):
+        reproduce("figure9", "quick", tmp_path)
+    with pytest.raises(OptionError, match="profile is 'fast'"):
+        reproduce("table1", "fast", tmp_path)  # type: ignore[arg-type]
+    assert set(NAMES) >= {"table1", "table2", "counterexample", "tfidf"}
+
+
+def test_missing_inputs_are_named(tmp_path: Path, inputs: Path) -> None:
+    with pytest.raises(OptionError, match="with --inputs"):
+        list(reproduce("table1", "paper", tmp_path / "out"))
+    with pytest.raises(OptionError, match=r"no directory .*resnet-18; put microsoft/resnet-18 there"):
+        list(reproduce("table1", "paper", tmp_path / "out", inputs=tmp_path))
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "resnet-18").symlink_to(inputs / "resnet-18")
+    with pytest.raises(OptionError, match=r"no .*imagenet; put the training data there"):
+        list(reproduce("table1", "paper", tmp_path / "out", inputs=half))
