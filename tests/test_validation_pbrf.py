@@ -78,6 +78,7 @@ def test_digits_agree_with_exact_influence() -> None:
         [test[i] for i in range(100)],
         task=Classification(),
         damping=damping,
+        tolerance=1e-3,
     )
     assert response.scores.shape == (100, 20)
     assert bool(response.converged.all())
@@ -147,7 +148,7 @@ def test_minibatches_agree_within_their_errors() -> None:
     case = MODELS["mlp"]
     model, data, exact = exact_scores(case, damping := 0.05)
     hessian = dense_gauss_newton(GaussNewton(model, case.task, data)).matrix
-    plan = minibatch_plan(damping, hessian, batch_size=40, chains=6).refined(16)
+    plan = minibatch_plan(damping, hessian, batch_size=40, chains=6).refined(9)
     response = pbrf(
         model, data, data[:2], data, task=case.task, damping=damping, plan=plan, generator=generator()
     )

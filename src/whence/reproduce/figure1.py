@@ -45,7 +45,7 @@ class _Effort:
 
 
 _EFFORTS: dict[Profile, _Effort] = {
-    "quick": _Effort(images=4, tests=100, full_batch=True, refine=4.0, chains=4, tuning_chains=1),
+    "quick": _Effort(images=3, tests=100, full_batch=True, refine=4.0, chains=4, tuning_chains=1),
     "offline": _Effort(images=5, tests=200, full_batch=False, refine=1.0, chains=2, tuning_chains=1),
     "paper": _Effort(images=25, tests=500, full_batch=False, refine=1.0, chains=2, tuning_chains=1),
 }

@@ -34,7 +34,7 @@ __all__ = ["run"]
 _SETTINGS = ((2.0, 1), (1.0, 1), (0.1, 10))
 #: Steps, recorded points, test examples, training images.
 _EFFORTS: dict[Profile, tuple[int, int, int, int]] = {
-    "quick": (400, 20, 100, 2),
+    "quick": (200, 20, 100, 1),
     "offline": (300, 30, 200, 1),
     "paper": (1000, 50, 500, 1),
 }
