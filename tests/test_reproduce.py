@@ -142,7 +142,7 @@ def test_quick_figure_2_shows_the_small_batch_behind(quick: Path) -> None:
     found = finding(quick, "figure2")
     large, recommended, small = found.numbers["settings"]
     assert small["diverged"] > 0 or small["final"] < recommended["final"]
-    assert large["final"] > 0.9
+    assert min(large["final"], recommended["final"]) > 0.7
 
 
 def test_everything_is_written_and_summed_up(quick: Path) -> None:

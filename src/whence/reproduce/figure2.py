@@ -1,7 +1,8 @@
 """Figure 2: how LiSSA converges with 2×, 1× and 0.1× the recommended batch, at equal data.
 
 A solve for one training image is watched through its influence on test images, ``s_t = ⟨u^t, ∇ℓ(test)⟩``. The small
-batch is run ten times and averaged, so that it sees as much data as the recommended one.
+batch is run ten times and averaged, so that it sees as much data as the recommended one. What they should converge to
+is the averaged tail of two longer runs: last iterates, which the paper looks at, keep the noise of their last steps.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ _EFFORTS: dict[Profile, tuple[int, int, int, int]] = {
     "offline": (300, 30, 200, 1),
     "paper": (1000, 50, 500, 1),
 }
-_SEEN = 0.95  # correlation with the end at which a path counts as there
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def run(
     words = "; ".join(
         f"{row['multiple']:g}× ({row['batch_size']} per step"
         + (f", mean of {row['runs']} runs" if row["runs"] > 1 else "")
-        + f"): correlation with the exact end {row['final']:.3f} after {row['last_step']} steps"
+        + f"): correlation with the solution {row['final']:.3f} after {row['last_step']} steps"
         + (f", {row['diverged']} of {row['total_runs']} runs diverged" if row["diverged"] else "")
         for row in numbers["settings"]
     )
@@ -74,7 +74,8 @@ def run(
         claim="With a batch of a tenth of the recommended one LiSSA converges more slowly or not at all, although ten "
         "runs are averaged and the data used are the same.",
         measured=f"{subject.name} on {subject.data_name}, λ = {numbers['damping']:.3g}, η = "
-        f"{numbers['step_size']:.3g}, recommended |B| = {numbers['recommended']}, {numbers['images']} training images, "
+        f"{numbers['step_size']:.3g}, recommended |B| = {numbers['recommended']}, {numbers['images']} training image"
+        f"{'' if numbers['images'] == 1 else 's'}, "
         f"{numbers['tests']} test examples. {words}. Last iterates, as in the paper.",
         holds=bool(slower),
         numbers=numbers,
@@ -107,7 +108,14 @@ def _measure(subject: Subject, measured: Measured, profile: Profile, seed: int) 
                  for r in range(runs)]
                 for i in chosen
             ]  # fmt: skip
-    ends = [torch.stack([p.rows[-1] for p in runs if p.diverged_at is None]).mean(0) for runs in paths[2.0]]
+    longer = recommended.refined(4).replace(chains=2)
+    ends = [
+        Lissa(longer)
+        .solve(damped, gnh.gradients([subject.train[int(i)]]), generator=torch.Generator().manual_seed(seed))
+        .value.gram(watched)
+        .squeeze(0)
+        for i in chosen
+    ]
     for multiple, runs in _SETTINGS:
         per_image = [_average(found, len(record)) for found in paths[multiple]]
         curves = [_correlation(average, end) for average, end in zip(per_image, ends, strict=True)]
@@ -121,6 +129,7 @@ def _measure(subject: Subject, measured: Measured, profile: Profile, seed: int) 
                 "runs": runs,
                 "total_runs": runs * images,
                 "diverged": diverged,
+                "diverged_at": [p.diverged_at for found in paths[multiple] for p in found if p.diverged_at],
                 "curve": [None if bool(c.isnan()) else float(c) for c in curve],
                 "final": float(known[-1]) if len(known) else 0.0,
                 "last_step": record[len(known) - 1] if len(known) else 0,
@@ -190,6 +199,10 @@ def _draw(numbers: dict[str, Any]) -> Figure:
                 cmap="viridis",
             )
             panel.grid(False)
+            if row["diverged"]:
+                first = min(row["diverged_at"])
+                said = f"{row['diverged']} of {row['total_runs']} runs diverged,\nthe first at step {first}"
+                panel.text(steps[-1] / 2, steps[-1] / 2, said, ha="center", va="center", fontsize=9)
             runs = f", mean of {row['runs']} runs" if row["runs"] > 1 else ""
             panel.set(
                 title=f"|B| = {row['batch_size']} ({row['multiple']:g}×){runs}", xlabel="step", ylabel="step"
@@ -204,6 +217,6 @@ def _draw(numbers: dict[str, Any]) -> Figure:
                 color=COLOURS[k],
                 label=f"{row['multiple']:g}×",
             )
-        panels[3].set(xlabel="step", title="Correlation with the end of 2×", ylim=(None, 1.02))
+        panels[3].set(xlabel="step", title="Correlation with the solution", ylim=(None, 1.02))
         panels[3].legend()
     return drawn
