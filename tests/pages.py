@@ -11,6 +11,7 @@ import numpy as np
 
 from whence.exhibit import Exhibit
 from whence.report import Entry, Question, Report, Trust
+from whence.report.checks import Check, Comparison, Validation
 
 SCRIPT = "<script>document.title = 'broken in'</script>"
 BREAKOUT = f"</style></script></textarea>--><img src=x onerror=\"document.title='broken in'\">{SCRIPT}"
@@ -173,6 +174,44 @@ def trust(rng: np.random.Generator, *, term: str = "token", events: tuple[str, .
     )
 
 
+def validation(rng: np.random.Generator, *, sign: float = 1.0, queries: int = 2) -> Validation:
+    """Four checks, one of them not run; fine-tuning agrees with the scores, or (``sign=-1``) contradicts them."""
+    verdict = "trust" if sign > 0 else "doubt"
+    checks = (
+        Check(
+            "solver",
+            "trust",
+            "It converged for all questions.",
+            {"converged solves": (3.0, 0.0), "of": (3.0, 0.0)},
+        ),
+        Check("batch", "cannot tell", "A few unusual batches dominate.", {"noise of batches": (3.1, 1.2)}),
+        Check(
+            "fine-tuning",
+            verdict,
+            f"The model was fine-tuned on 9 training examples: correlation {sign}.",
+            {"correlation": (0.9987 * sign, 0.0011), "slope": (1.02 * sign, 0.04)},
+        ),
+        Check("damping", "cannot tell", "Not run: it would take about 3.1 h.", ran=False),
+    )
+    comparisons = []
+    for k, kind in enumerate(("most helpful", "most harmful", "random") * 3):
+        truth = rng.uniform(2, 30, size=queries) * {"most helpful": 1, "most harmful": -1}.get(kind, 0.02)
+        scores, errors = sign * truth * rng.normal(1, 0.05, size=queries), 0.4 + 0.05 * abs(truth)
+        comparisons.append(
+            Comparison(
+                index=k,
+                kind=kind,
+                converged=k != 8,
+                full_batch=False,
+                influence=tuple(scores.tolist()),
+                influence_error=tuple(errors.tolist()),
+                fine_tuned=tuple(truth.tolist()),
+                fine_tuned_error=tuple((0.5 * errors).tolist()),
+            )
+        )
+    return Validation("0123456789abcdef", checks, tuple(comparisons))
+
+
 def report(questions: tuple[Question, ...], evidence: Trust, **others: Any) -> Report:
     values: dict[str, Any] = {
         "title": "Which passages taught the model about context managers?",
@@ -225,7 +264,8 @@ def text_report(**others: Any) -> Report:
         2, queries[2], exhibits, rng, converged=False, residual=0.91, residual_stderr=0.2, agreement=0.31
     )
     event = "Chain 1 diverged after 12 steps: the batch was too small. Starting again with |B| = 46."
-    return report((*questions, poor), trust(rng, events=(event,)), **others)
+    values = {"validation": validation(rng, sign=-1.0, queries=3), **others}
+    return report((*questions, poor), trust(rng, events=(event,)), **values)
 
 
 def image_report(**others: Any) -> Report:
@@ -252,6 +292,7 @@ def image_report(**others: Any) -> Report:
         "num_examples": 1500,
         "num_scored": 1200,
         "not_scored": "The 300 validation images were left out: the model was not trained on them.",
+        "validation": validation(rng),
         **others,
     }
     return report(questions, trust(rng, term="example"), **values)
@@ -304,8 +345,26 @@ def hostile_report() -> Report:
         num_products=0,
         num_term_products=0,
     )
+    odd = Comparison(4, SCRIPT, True, True, (float("nan"),), (1.0,), (float("inf"),), (float("inf"),))
+    checks = Validation(
+        SCRIPT,
+        (
+            Check(
+                SCRIPT,
+                "doubt",
+                f"{BREAKOUT} {HEBREW} {LONG_WORD}",
+                {BREAKOUT: (1e30, 1e29), LONG_WORD: (0.0, 0.0)},
+            ),
+        ),
+        (odd, Comparison(5, SCRIPT, True, True, (1e-9,), (0.0,), (0.0,), (0.0,))),
+    )
     return report(
-        (one,), evidence, title=BREAKOUT, not_scored=BREAKOUT, settings={SCRIPT: BREAKOUT, "lone": "\ud800"}
+        (one,),
+        evidence,
+        title=BREAKOUT,
+        not_scored=BREAKOUT,
+        settings={SCRIPT: BREAKOUT, "lone": "\ud800"},
+        validation=checks,
     )
 
 

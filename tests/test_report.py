@@ -171,3 +171,36 @@ def test_pages_import_no_torch_of_their_own() -> None:
         assert not re.search(
             r"^\s*(import|from) torch", source.read_text(encoding="utf-8"), flags=re.MULTILINE
         )
+
+
+def test_a_page_without_checks_says_how_to_get_them() -> None:
+    page = render(pages.image_report(validation=None))
+    (section,) = re.findall(r'<section class="validation".*?</section>', page, flags=re.DOTALL)
+    assert "<code>whence validate RUN</code>" in section
+    assert "<svg" not in section
+    assert "whence validate" not in render(pages.image_report())
+
+
+def test_checks_are_shown_with_their_words_and_numbers() -> None:
+    page = render(pages.text_report())
+    (section,) = re.findall(r'<section class="validation".*?</section>', page, flags=re.DOTALL)
+    text = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", section)).split())
+    for words in (
+        "Doubt. Not as they stand: fine-tuning gives reason to doubt these scores.",
+        "Trust Did the solver find what it looked for?",
+        "Not run Would another damping rank differently? Not run: it would take about 3.1 h.",
+        "correlation −0.999 ± 0.001 slope −1.020 ± 0.040",
+        "converged solves 3 of 3",
+        "None of these checks retrains the model.",
+    ):
+        assert words in text
+    assert section.count('<g class="pair') == 24  # eight examples converged, for three questions
+
+
+@pytest.mark.parametrize("queries", [0, 1, 60])
+def test_comparisons_of_any_number_are_drawn(queries: int) -> None:
+    """At most 400 marks, whatever was compared."""
+    found = pages.validation(np.random.default_rng(0), queries=queries)
+    page = render(pages.image_report(validation=found))
+    marks = page.count('<g class="pair')
+    assert (marks == 8 * queries) if queries < 50 else 100 < marks <= 400

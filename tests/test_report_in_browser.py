@@ -246,6 +246,28 @@ def test_the_question_that_did_not_converge_says_so(visit: Callable[..., Browser
     assert "diverged after 12 steps" in top
 
 
+@pytest.mark.parametrize("width", [360, 1200])
+def test_checks_can_be_told_apart_without_colours(visit: Callable[..., Browser], width: int) -> None:
+    page = visit("text", width=width, anchor="#validation")
+    rows = page.find_elements("css selector", "#validation .check")
+    words = [row.find_element("css selector", ".word").text for row in rows]
+    assert words == ["Trust", "Cannot tell", "Doubt", "Not run"]
+    shapes = [row.find_element("css selector", ".mark").get_attribute("innerHTML") for row in rows]
+    assert len(set(shapes)) == 3  # what was not run cannot tell either
+    assert "reason to doubt" in page.find_element("css selector", "main > .warning").text
+    places = page.execute_script(
+        """const middle = e => { const r = e.getBoundingClientRect();
+             return [r.left + r.width / 2, r.top + r.height / 2] };
+           const frame = document.querySelector("#validation .plot").getBoundingClientRect();
+           return [...document.querySelectorAll("#validation .pair circle, #validation .pair rect")].map(middle)
+             .map(([x, y]) => [(x - frame.left) / frame.width, 1 - (y - frame.top) / frame.height])"""
+    )
+    assert len(places) == 24
+    assert all(0 <= x <= 1 and 0 <= y <= 1 for x, y in places)
+    assert np.corrcoef(np.array(places).T)[0, 1] < -0.99  # the scores have the wrong sign, and it shows
+    assert visit("image", width=width).find_element("css selector", ".conclusion").text.startswith("Trust.")
+
+
 def test_data_are_shown_and_never_run(visit: Callable[..., Browser]) -> None:
     page = visit("hostile")
     assert page.title.startswith("</style>")

@@ -49,6 +49,7 @@ def contents(result: Attribution, *, confidence: float = 0.95, shown: int = SHOW
         settings={name: str(value) for name, value in result.settings.items()},
         versions=result.versions,
         seconds=result.seconds,
+        validation=result.validation,
     )
 
 

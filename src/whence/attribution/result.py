@@ -15,6 +15,7 @@ from whence.attribution.ranking import Ranking, Row, half_width, import_pandas, 
 from whence.errors import OptionError
 from whence.exhibit import Exhibit
 from whence.plan import Plan
+from whence.report.checks import Validation
 from whence.similarity import cosines, similarity_of_chains
 
 __all__ = ["Attribution", "Solve"]
@@ -70,6 +71,7 @@ class Attribution:
         settings: what was asked for: name -> value.
         versions: environment: name -> version.
         seconds: phase -> duration.
+        validation: what `whence.validation.validate` found, for the page; None where it was not run.
     """
 
     chain_scores: Tensor
@@ -91,6 +93,7 @@ class Attribution:
     settings: Mapping[str, Any]
     versions: Mapping[str, str]
     seconds: Mapping[str, float] = field(default_factory=dict)
+    validation: Validation | None = None
 
     def __repr__(self) -> str:
         queries, scored = self.chain_scores.shape[1:]

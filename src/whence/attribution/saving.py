@@ -12,6 +12,7 @@ from whence.attribution.result import Attribution, Solve
 from whence.errors import RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.plan import Plan
+from whence.report.checks import Validation
 from whence.spectrum import Estimate, Spectrum
 from whence.store import Run, ScoreParts
 from whence.store.files import read_json, replace_file, write_json
@@ -19,14 +20,19 @@ from whence.store.run import environment, read_config
 from whence.store.scores import PartOfScores
 
 __all__ = [
+    "VALIDATION",
     "load",
     "plan_from_json",
     "plan_to_json",
+    "read_validation",
     "save",
     "spectrum_from_json",
     "spectrum_to_json",
     "write_result",
 ]
+
+#: What `whence.validation.validate` keeps beside a result.
+VALIDATION = "validation.json"
 
 
 def save(result: Attribution, directory: Path) -> None:
@@ -40,6 +46,8 @@ def save(result: Attribution, directory: Path) -> None:
 def write_result(result: Attribution, directory: Path, *, parts: int) -> None:
     """Write what stands beside the scores; ``result.json`` last, since it says that all is there."""
     write_shown(result, directory / "shown.parquet")
+    if result.validation is not None:
+        write_json(directory / VALIDATION, result.validation.to_json())
     solve = result.solve
     write_json(
         directory / "result.json",
@@ -118,7 +126,21 @@ def load(directory: str | Path) -> Attribution:
         if (path / "environment.json").exists()
         else environment(),
         seconds=notes["seconds"],
+        validation=read_validation(path),
     )
+
+
+def read_validation(directory: Path) -> Validation | None:
+    """What was found by checking a result, as far as it was checked."""
+    path = directory / VALIDATION
+    if not path.exists():
+        return None
+    try:
+        return Validation.from_json(read_json(path))
+    except (RunDirectoryError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunDirectoryError(
+            f"{path} cannot be read ({error!r}): it was changed since it was written. Delete it and validate again"
+        ) from error
 
 
 # --- what pages show ---------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ from whence.attribution.saving import plan_to_json, spectrum_to_json
 from whence.cli.job import Job, JobOptions
 from whence.cli.options import AsJson, guarded, takes_job
 from whence.cli.outcome import NOT_CONVERGED, out, print_json, say
+from whence.cli.reproduce import reproduce_command
 from whence.cli.tables import rows_as_json, show_forecast, show_plan, show_result
+from whence.cli.validate import validate_command
 from whence.errors import RunDirectoryError
 from whence.gauss_newton import GaussNewton
 from whence.plan import Plan
@@ -169,6 +171,16 @@ def report_command(
 ) -> None:
     """Write the page of a finished run: one self-contained HTML file."""
     out().print(str(load(run).to_html(output or run / "report.html")), markup=False, soft_wrap=True)
+
+
+app.command("validate", epilog="Example: [bold]whence validate runs/first --budget 10min[/]")(
+    validate_command
+)
+
+
+app.command(
+    "reproduce", epilog="Example: [bold]whence reproduce figure4 --profile quick --output results[/]"
+)(reproduce_command)
 
 
 @app.command(epilog="Example: [bold]whence demo --output demo[/]")

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from whence.exhibit import Exhibit
+from whence.report.checks import Validation
 
 __all__ = ["Entry", "Question", "Report", "Trust"]
 
@@ -119,6 +120,7 @@ class Report:
         settings: what reproduces the run: name -> value.
         versions: name -> version.
         seconds: phase -> duration.
+        validation: what checks of the scores found; None where they were not checked.
     """
 
     title: str
@@ -132,3 +134,4 @@ class Report:
     settings: Mapping[str, str]
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    validation: Validation | None = None

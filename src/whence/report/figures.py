@@ -13,12 +13,24 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from whence.report.axes import Linear, Log, Scale, SymLog, tick_label
+from whence.report.checks import Comparison, Verdict
 from whence.report.content import Entry, Floats, Question
 from whence.report.formatting import brief, count
 
-__all__ = ["chain_paths", "eigenvalues", "score_histogram", "whisker", "whisker_axis", "whisker_scale"]
+__all__ = [
+    "agreement",
+    "chain_paths",
+    "eigenvalues",
+    "score_histogram",
+    "verdict_mark",
+    "whisker",
+    "whisker_axis",
+    "whisker_scale",
+]
 
 HEIGHT = 170  # of a figure's plotting area, in pixels
+SQUARE = 270  # the same where both axes count alike
+PAIRS = 400  # in a scatter plot, at most
 BARS = 60
 POINTS = 240  # of a path; more than a screen shows
 PALETTE = 6  # colours of chains in style.css
@@ -220,6 +232,82 @@ def eigenvalues(values: Floats | None, damping: float) -> Markup | None:
     return _svg("".join(parts), height=HEIGHT, look="plot", label=f"The {kept.size} largest eigenvalues")
 
 
+# --- checks ----------------------------------------------------------------------------------------------------
+
+_MARKS = {
+    "trust": '<circle class="ground" cx="9" cy="9" r="8"/><path class="sign" d="M5.2 9.4l2.6 2.7 5-5.8"/>',
+    "doubt": '<rect class="ground" x="2.6" y="2.6" width="12.8" height="12.8" transform="rotate(45 9 9)"/>'
+    '<path class="sign" d="M9 4.8v5M9 12.6v.4"/>',
+    "cannot tell": '<circle class="ring" cx="9" cy="9" r="7.4"/><path class="line" d="M6.7 7.2q.2-2.2 2.3-2.2t2.3 2q0 '
+    '1.3-1.3 1.9-1 .5-1 1.6M9 12.9v.4"/>',
+}
+
+
+def verdict_mark(verdict: Verdict) -> Markup:
+    """A tick, an exclamation mark or a question mark; the word stands beside it."""
+    return Markup(f'<svg class="mark" width="18" height="18" aria-hidden="true">{_MARKS[verdict]}</svg>')
+
+
+def agreement(comparisons: Iterable[Comparison]) -> Markup | None:
+    """Scores by influence over scores by fine-tuning, with their errors; on the diagonal the two are equal.
+
+    With several queries, scores are in units of the query's largest, or one query would hide the others.
+    """
+    used = [comparison for comparison in comparisons if comparison.converged]
+    if not used:
+        return None
+    queries = len(used[0].fine_tuned)
+    sizes = [max((abs(c.fine_tuned[q]) for c in used), default=0.0) or 1.0 for q in range(queries)]
+    units = sizes if queries > 1 else [1.0]
+    pairs = [(comparison, q) for q in range(queries) for comparison in used]
+    pairs = pairs[:: max(1, math.ceil(len(pairs) / PAIRS))]
+    ends = [0.0]
+    for comparison, q in pairs:
+        for value, error in (
+            (comparison.influence[q], comparison.influence_error[q]),
+            (comparison.fine_tuned[q], comparison.fine_tuned_error[q]),
+        ):
+            ends += [value / units[q], (value - error) / units[q], (value + error) / units[q]]
+    ends = [end for end in ends if math.isfinite(end)]
+    margin = 0.04 * (max(ends) - min(ends)) or 1.0
+    scale = Linear(min(ends) - margin, max(ends) + margin)
+    parts = [_left_axis(scale, SQUARE)]
+    parts.append(f'<line class="diagonal" x1="0" y1="{SQUARE}" x2="100%" y2="0"/>')
+    parts += [_pair(comparison, q, units[q], scale) for comparison, q in pairs]
+    whole = "score" if queries == 1 else "score, as a part of the question’s largest"
+    parts.append(_above(f"by influence: {whole}"))
+    parts.append(_bottom_axis(scale, 0.2, "by fine-tuning", height=SQUARE))
+    label = f"{count(len(pairs))} scores by influence against the same by fine-tuning"
+    return _svg("".join(parts), height=SQUARE, look="plot", label=label)
+
+
+def _pair(comparison: Comparison, q: int, unit: float, scale: Linear) -> str:
+    """One score in both ways: disc, diamond or ring for helpful, harmful and random examples."""
+    score, truth = comparison.influence[q] / unit, comparison.fine_tuned[q] / unit
+    wide, high = comparison.fine_tuned_error[q] / unit, comparison.influence_error[q] / unit
+    if not (math.isfinite(score) and math.isfinite(truth)):
+        return ""
+    x, y = scale(truth), SQUARE * (1 - scale(score))
+    look = {"most helpful": "pos", "most harmful": "neg"}.get(comparison.kind, "other")
+    tip = f"example {count(comparison.index)}, question {q + 1}: {brief(comparison.influence[q], 3)} by influence, "
+    tip += f"{brief(comparison.fine_tuned[q], 3)} by fine-tuning"
+    parts = [f'<g class="pair {look}"><title>{escape(tip)}</title>']
+    if math.isfinite(high):
+        bottom, top = (SQUARE * (1 - scale(score + end)) for end in (-high, high))
+        parts.append(_line(x, round(top, 1), round(bottom, 1), f"{look} bar"))
+    if math.isfinite(wide) and wide > 0:
+        ends = f'x1="{_at(scale(truth - wide))}" x2="{_at(scale(truth + wide))}"'
+        parts.append(f'<line class="{look} bar" {ends} y1="{y:.1f}" y2="{y:.1f}"/>')
+    if look == "neg":  # a square that stands on its corner, about where it is
+        parts.append(f'<svg x="{_at(x)}" y="{y:.1f}" overflow="visible">')
+        parts.append(
+            '<rect class="neg" x="-3.2" y="-3.2" width="6.4" height="6.4" transform="rotate(45)"/></svg>'
+        )
+    else:
+        parts.append(f'<circle class="{look}" cx="{_at(x)}" cy="{y:.1f}" r="3.6"/>')
+    return "".join([*parts, "</g>"])
+
+
 # --- parts -----------------------------------------------------------------------------------------------------
 
 
@@ -235,10 +323,10 @@ def _region(start: float, end: float, look: str) -> str:
     return f'<rect class="{look}" x="{_at(start)}" width="{_at(end - start)}" y="0" height="{HEIGHT}"/>'
 
 
-def _left_axis(scale: Scale) -> str:
+def _left_axis(scale: Scale, height: int = HEIGHT) -> str:
     parts = []
     for value in scale.ticks(0.16):
-        y = HEIGHT * (1 - scale(value))
+        y = height * (1 - scale(value))
         parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="-7" y="{y + 4:.1f}" text-anchor="end">{tick_label(value)}</text>')
     return "".join(parts)
@@ -249,14 +337,14 @@ def _above(title: str) -> str:
     return f'<text class="title" x="-7" y="-8">{title}</text>'
 
 
-def _bottom_axis(scale: Scale, gap: float, title: str, *, drop: int = 0) -> str:
+def _bottom_axis(scale: Scale, gap: float, title: str, *, drop: int = 0, height: int = HEIGHT) -> str:
     """The axis below; ``drop`` leaves room for marks between it and its labels."""
-    parts = [f'<line class="axis" x1="0" x2="100%" y1="{HEIGHT}" y2="{HEIGHT}"/>']
+    parts = [f'<line class="axis" x1="0" x2="100%" y1="{height}" y2="{height}"/>']
     for value in scale.ticks(gap):
-        parts.append(_line(scale(value), HEIGHT, HEIGHT + 4 + drop, "axis"))
-        label = f'<text x="{_at(scale(value))}" y="{HEIGHT + 17 + drop}" text-anchor="middle">'
+        parts.append(_line(scale(value), height, height + 4 + drop, "axis"))
+        label = f'<text x="{_at(scale(value))}" y="{height + 17 + drop}" text-anchor="middle">'
         parts.append(f"{label}{tick_label(value)}</text>")
-    parts.append(f'<text class="title" x="50%" y="{HEIGHT + 34 + drop}" text-anchor="middle">{title}</text>')
+    parts.append(f'<text class="title" x="50%" y="{height + 34 + drop}" text-anchor="middle">{title}</text>')
     return "".join(parts)
 
 

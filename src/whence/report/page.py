@@ -22,7 +22,7 @@ from whence.errors import OptionError
 from whence.report import figures, formatting, words
 from whence.report.content import Report
 from whence.report.untrusted import script_json, visible
-from whence.report.views import question_view
+from whence.report.views import question_view, validation_view
 
 __all__ = ["render", "write"]
 
@@ -38,6 +38,7 @@ def render(report: Report) -> str:
         report=report,
         questions=questions,
         unconverged=[view for view in questions if not view.question.converged],
+        validation=validation_view(report.validation),
         eigenvalues=figures.eigenvalues(report.trust.eigenvalues, damping),
         facts={
             "What was measured": list(words.spectrum_facts(report.trust)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,21 @@ from markupsafe import Markup
 from whence.exhibit import Exhibit
 from whence.report import figures, words
 from whence.report.axes import Linear
+from whence.report.checks import LIMITS, NAMES, Check, Validation
 from whence.report.content import Entry, Question, Report
-from whence.report.formatting import count, interval, signed
+from whence.report.formatting import MINUS, brief, count, interval, plus_minus, signed
 from whence.report.shading import Token, shade, strongest
 from whence.report.untrusted import Picture, href, picture
 
-__all__ = ["EntryView", "ListView", "QuestionView", "question_view"]
+__all__ = [
+    "CheckView",
+    "EntryView",
+    "ListView",
+    "QuestionView",
+    "ValidationView",
+    "question_view",
+    "validation_view",
+]
 
 DEFAULT_TAIL = 0.5  # the part of a path that LiSSA averages unless the plan says otherwise
 
@@ -240,3 +249,76 @@ def _standard_errors_in_interval(question: Question, confidence: float) -> float
 def _words_to_filter(exhibits: Iterable[Exhibit], most: int = 40) -> tuple[str, ...]:
     found = {word for exhibit in exhibits for word in (exhibit.label, exhibit.note) if word}
     return tuple(sorted(found)[:most])
+
+
+# --- checks of the scores ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckView:
+    """One check: its question, its verdict as a mark and in a word, what it found, and its numbers as text."""
+
+    heading: str
+    look: str
+    mark: Markup
+    word: str
+    sentence: str
+    numbers: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class ValidationView:
+    """All checks: the conclusion, one row for each, scores against fine-tuning, and what none of it says."""
+
+    conclusion: CheckView
+    checks: tuple[CheckView, ...]
+    agreement: Markup | None
+    limits: str
+
+
+_WORDS = {"trust": "Trust", "doubt": "Doubt", "cannot tell": "Cannot tell"}
+
+
+def validation_view(validation: Validation | None) -> ValidationView | None:
+    """What the page shows of the checks; None where there were none."""
+    if validation is None:
+        return None
+    whole = Check("all", validation.verdict, validation.summary)
+    return ValidationView(
+        conclusion=_check(whole),
+        checks=tuple(_check(check) for check in validation.checks),
+        agreement=figures.agreement(validation.comparisons),
+        limits=LIMITS,
+    )
+
+
+def _check(check: Check) -> CheckView:
+    return CheckView(
+        heading=NAMES.get(check.name, check.name),
+        look=f"says-{check.verdict.partition(' ')[0]}",
+        mark=figures.verdict_mark(check.verdict),
+        word=_WORDS[check.verdict] if check.ran else "Not run",
+        sentence=check.sentence,
+        numbers=tuple(_number(check.numbers)),
+    )
+
+
+def _number(numbers: Mapping[str, tuple[float, float]]) -> Iterator[tuple[str, str]]:
+    """Numbers as text; one named "of" belongs to the number before it."""
+    shown: list[tuple[str, str]] = []
+    for name, (value, error) in numbers.items():
+        text = brief(value, 3) if error == 0 else _with_error(value, error)
+        if name == "of" and shown:
+            before, number = shown.pop()
+            shown.append((before, f"{number} of {text}"))
+        else:
+            shown.append((name, text))
+    yield from shown
+
+
+def _with_error(value: float, error: float) -> str:
+    """Three decimals are enough here; an error that they do not show is left out."""
+    if error >= 0.01 or abs(value) >= 100:
+        return plus_minus(value, error)
+    text = f"{value:.3f}" if error < 0.0005 else f"{value:.3f} ± {error:.3f}"
+    return text.replace("-", MINUS)

@@ -1,5 +1,6 @@
 """Why should one believe these scores? The field's ground truths, in one place.
 
+* `validate`: what of the following is affordable for a finished run, with a verdict in words.
 * `pbrf`: fine-tuning instead of solving; what damped influence approximates, without any Hessian.
 * `removal_effects`, `brittleness`: retraining without some examples.
 * `linear_datamodeling_score`: do scores predict what training on a random half does?
@@ -7,6 +8,8 @@
 * `check_condition`: does the assumption behind the batch size hold? `damping_sweep`: what does λ change?
 """
 
+from whence.report.checks import Check, Comparison, Validation
+from whence.validation.affordable import validate
 from whence.validation.condition import ConditionCheck, check_condition
 from whence.validation.damping import DampingSweep, damping_sweep
 from whence.validation.datamodeling import (
@@ -23,6 +26,8 @@ from whence.validation.retraining import Trainer, retrain
 
 __all__ = [
     "Brittleness",
+    "Check",
+    "Comparison",
     "ConditionCheck",
     "DampingSweep",
     "DatamodelingDifference",
@@ -32,6 +37,7 @@ __all__ = [
     "ProximalResponse",
     "RemovalEffects",
     "Trainer",
+    "Validation",
     "brittleness",
     "check_condition",
     "compare_datamodeling_scores",
@@ -42,4 +48,5 @@ __all__ = [
     "pbrf",
     "removal_effects",
     "retrain",
+    "validate",
 ]

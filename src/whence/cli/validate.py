@@ -1,0 +1,104 @@
+"""``whence validate``: why should one believe a run's scores?"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from whence.attribution import load
+from whence.cli.job import Job, JobOptions
+from whence.cli.options import AsJson, guarded
+from whence.cli.outcome import NOT_CONVERGED, out, print_json
+from whence.errors import OptionError, RunDirectoryError
+from whence.report.checks import LIMITS, NAMES, Validation
+from whence.store.files import read_json
+
+__all__ = ["parse_duration", "validate_command"]
+
+_UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}
+_STYLES = {"trust": "green", "doubt": "bold red", "cannot tell": "yellow"}
+
+
+@guarded
+def validate_command(
+    run: Annotated[Path, typer.Argument(help="Directory of a finished `whence attribute`.")],
+    budget: Annotated[str, typer.Option(help="Time for all checks together: 90s, 10min, 2h.")] = "10min",
+    points: Annotated[
+        int,
+        typer.Option(
+            help="Training examples to fine-tune on, of each kind: most helpful, most harmful, random."
+        ),
+    ] = 4,
+    report: Annotated[
+        Path | None, typer.Option(help="Where to write the page; RUN/report.html by default.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check the scores of a finished run against fine-tuning and other settings, and say in words what was found.
+
+    What does not fit into the budget is skipped, with the reason. What is found is kept in RUN/validation.json and
+    shown on the page; the same command goes on with it. Ends with code 5 where a check doubts the scores.
+    """
+    from whence.validation.affordable import check_options, validate
+
+    seconds = parse_duration(budget)
+    check_options(seconds, points)
+    result = load(run)
+    if not (run / "command.json").exists():
+        raise RunDirectoryError(
+            f"{run} holds no command that could load its model and data again: the run was made from Python. Call "
+            f"whence.validation.validate(model, train, queries, whence.load({str(run)!r}), task=…, "
+            f"directory={str(run)!r}) there"
+        )
+    job = Job(JobOptions(**read_json(run / "command.json")["job"]))
+    found = validate(
+        job.problem.model,
+        job.train,
+        job.queries,
+        result,
+        task=job.task,
+        params=job.options.params or None,
+        budget_seconds=seconds,
+        points=points,
+        directory=run,
+        seed=job.options.seed,
+    )
+    page = load(run).to_html(report or run / "report.html")
+    if as_json:
+        print_json({**found.to_json(), "report": str(page)})
+    else:
+        _show(out(), found)
+        out().print(f"\npage: {page}", markup=False, soft_wrap=True)
+    if found.verdict == "doubt":  # done, but not to be relied on: as of a solve that did not converge
+        raise typer.Exit(NOT_CONVERGED)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``90``, ``90s``, ``10min`` or ``1.5h``.
+
+    Example:
+        >>> parse_duration("10min"), parse_duration("1.5 h"), parse_duration("90")
+        (600.0, 5400.0, 90.0)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(s|min|h|)", text.strip())
+    if match is None:
+        raise OptionError(f"--budget is {text!r}; give a time such as 90s, 10min or 2h")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _show(console: Console, found: Validation) -> None:
+    """The conclusion, then each check with its verdict."""
+    console.print(Text(found.summary, style="bold"))
+    for check in found.checks:
+        word = check.verdict if check.ran else "not run"
+        console.print()
+        console.print(
+            Text(f"{word}: ", style=_STYLES[check.verdict]) + Text(NAMES.get(check.name, check.name))
+        )
+        console.print(Text(check.sentence))
+    console.print(f"\n{LIMITS}", markup=False, style="dim")

@@ -1,0 +1,201 @@
+"""`Validation`: what speaks for the scores and what against, as plain data that a page shows and a file keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+__all__ = ["LIMITS", "NAMES", "Check", "Comparison", "Validation", "Verdict"]
+
+Verdict = Literal["trust", "doubt", "cannot tell"]
+
+#: All checks, in the order in which they are run, with the question that each of them answers.
+NAMES = {
+    "solver": "Did the solver find what it looked for?",
+    "batch": "Was its batch large enough?",
+    "fine-tuning": "Does fine-tuning agree with the scores?",
+    "damping": "Would another damping rank differently?",
+}
+
+LIMITS = (
+    "None of these checks retrains the model. They tell whether the scores are the influence that they claim to be, "
+    "not whether influence predicts what training without an example would do. In Python, "
+    "whence.validation.removal_effects and whence.validation.linear_datamodeling_score measure that."
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of the scores.
+
+    Attributes:
+        name: one of `NAMES`.
+        verdict: ``"trust"``, ``"doubt"`` or ``"cannot tell"``.
+        sentence: what was done and found, in plain words; why not, where it was not run.
+        numbers: name -> (value, standard error); an error of 0 where the value is exact.
+        ran: whether it was run. What was not is tried again the next time.
+        seconds: that it took.
+        budget_seconds: of the call that ran it.
+    """
+
+    name: str
+    verdict: Verdict
+    sentence: str
+    numbers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    ran: bool = True
+    seconds: float = 0.0
+    budget_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.verdict not in get_args(Verdict):
+            raise ValueError(f"a verdict is one of {', '.join(get_args(Verdict))}, not {self.verdict!r}")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One training example's scores for all queries, by influence and by fine-tuning on it.
+
+    Attributes:
+        index: its position in the training data.
+        kind: why it was chosen: ``"most helpful"``, ``"most harmful"`` or ``"random"``.
+        converged: whether the fine-tuning did. If not, it says nothing.
+        full_batch: whether it went through all of the data at every step.
+        influence, influence_error: scores and half of their 95% intervals, one for each query.
+        fine_tuned, fine_tuned_error: the same by fine-tuning; the error is two standard errors and what ε bends.
+    """
+
+    index: int
+    kind: str
+    converged: bool
+    full_batch: bool
+    influence: tuple[float, ...]
+    influence_error: tuple[float, ...]
+    fine_tuned: tuple[float, ...]
+    fine_tuned_error: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {len(getattr(self, name)) for name in _SCORES}
+        if len(sizes) != 1:
+            raise ValueError(f"example {self.index} has scores for different numbers of queries: {sizes}")
+
+
+_SCORES = ("influence", "influence_error", "fine_tuned", "fine_tuned_error")
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What all checks together say; prints as a summary.
+
+    Attributes:
+        about: fingerprint of the scores that were checked.
+        checks: in the order of `NAMES`, as far as they are done.
+        comparisons: of scores with fine-tuning.
+
+    Example:
+        >>> solver = Check("solver", "trust", "It converged.")
+        >>> contradicted = Check("fine-tuning", "doubt", "Fine-tuning says otherwise.")
+        >>> Validation("", (solver,)).verdict, Validation("", (solver, contradicted)).verdict
+        ('cannot tell', 'doubt')
+    """
+
+    about: str
+    checks: tuple[Check, ...]
+    comparisons: tuple[Comparison, ...] = ()
+
+    def __getitem__(self, name: str) -> Check:
+        """The check of this name."""
+        return {check.name: check for check in self.checks}[name]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Doubt if any check doubts; trust only where the solver and fine-tuning both speak for the scores."""
+        if any(check.verdict == "doubt" for check in self.checks):
+            return "doubt"
+        trusted = {check.name for check in self.checks if check.verdict == "trust"}
+        return "trust" if {"solver", "fine-tuning"} <= trusted else "cannot tell"
+
+    @property
+    def finished(self) -> bool:
+        """Whether every check had its turn."""
+        return {check.name for check in self.checks} >= set(NAMES)
+
+    @property
+    def summary(self) -> str:
+        """The verdict in words."""
+        doubted = [check.name for check in self.checks if check.verdict == "doubt"]
+        open_ones = [check.name for check in self.checks if check.verdict == "cannot tell"]
+        if doubted:
+            text = f"Not as they stand: {_listed(doubted)} {_gives(doubted)} reason to doubt these scores."
+        elif self.verdict == "trust":
+            text = (
+                "As far as can be told without retraining, yes: the solver found what it looked for, and fine-tuning "
+                "the model on single examples gives the same scores."
+            )
+        else:
+            text = "Nothing that was checked speaks against these scores, and it is not enough to speak for them."
+        if open_ones:
+            text += f" Left open: {_listed(open_ones)}."
+        if not self.finished:
+            missing = [name for name in NAMES if name not in {check.name for check in self.checks}]
+            text += f" Not all was checked yet: {_listed(missing)} {_is(missing)} missing."
+        return text
+
+    def __str__(self) -> str:
+        lines = [self.summary]
+        lines += [
+            f"{check.verdict:>11}  {NAMES.get(check.name, check.name)} {check.sentence}"
+            for check in self.checks
+        ]
+        return "\n".join([*lines, LIMITS])
+
+    def to_json(self) -> dict[str, Any]:
+        """Lists, objects, words and finite numbers."""
+        return {
+            "about": self.about,
+            "verdict": self.verdict,
+            "summary": self.summary,
+            "limits": LIMITS,
+            "checks": [asdict(check) for check in self.checks],
+            "comparisons": [asdict(comparison) for comparison in self.comparisons],
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Validation:
+        """Inverse of `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: for anything else.
+        """
+        checks = []
+        for given in value["checks"]:
+            numbers = {str(name): _pair(pair) for name, pair in given["numbers"].items()}
+            checks.append(Check(**{**given, "numbers": numbers}))
+        comparisons = [
+            Comparison(**{**given, **{name: tuple(map(float, given[name])) for name in _SCORES}})
+            for given in value["comparisons"]
+        ]
+        return Validation(str(value["about"]), tuple(checks), tuple(comparisons))
+
+
+def _pair(value: Sequence[float]) -> tuple[float, float]:
+    number, error = map(float, value)
+    if not (math.isfinite(number) and error >= 0):
+        raise ValueError(f"not a number and its error: {value}")
+    return number, error
+
+
+def _listed(names: Sequence[str]) -> str:
+    words = [
+        {"solver": "the solver", "batch": "the batch", "damping": "the damping"}.get(n, n) for n in names
+    ]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _gives(names: Sequence[str]) -> str:
+    return "gives" if len(names) == 1 else "give"
+
+
+def _is(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
