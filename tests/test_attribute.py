@@ -47,6 +47,7 @@ def small() -> Attribution:
 
 def attribute_small(**options: Any) -> Attribution:
     data = vectors(torch.float64)
+    options = {"damping": "lambda_max/10", **options}  # fewer steps than by default: not what is tested here
     return whence.attribute(classifier(), data, data[:2], task=Classification(), **options)
 
 
@@ -146,6 +147,13 @@ def test_top_is_sorted_and_from_the_right_end(read_digits: tuple[Attribution, di
     assert len(result.top(3)) == 60
 
 
+def test_a_single_candidate_has_a_ranking_of_its_own() -> None:
+    result = attribute_small(candidates=[3])
+    (row,) = result.top(5, query=0)
+    assert row.index == 3
+    assert row.separated  # there is no next to be confused with
+
+
 def test_separated_ranks_are_in_the_right_order(read_digits: tuple[Attribution, digits.Digits]) -> None:
     """Of the neighbours that are called separated, at most a few are in the wrong order in truth."""
     result, problem = read_digits
@@ -237,7 +245,7 @@ def test_a_run_directory_holds_the_same_numbers_and_is_loaded_when_asked_again(t
 
 def test_another_configuration_is_refused_with_the_difference(tmp_path: Path) -> None:
     attribute_small(run_dir=tmp_path / "run")
-    with pytest.raises(RunDirectoryError, match=r"damping: 'auto' there, 0\.25 now"):
+    with pytest.raises(RunDirectoryError, match=r"damping: 'lambda_max/10' there, 0\.25 now"):
         attribute_small(run_dir=tmp_path / "run", damping=0.25)
     data = vectors(torch.float64)
     with pytest.raises(RunDirectoryError, match="queries"):
@@ -314,7 +322,7 @@ def test_a_solver_of_ones_own() -> None:
     gnh = whence.GaussNewton(classifier(), Classification(), data)
     spectrum = whence.estimate_spectrum(gnh, generator=torch.Generator().manual_seed(0))
     plan = whence.Plan.from_spectrum(spectrum, 0.5, chains=3).replace(num_steps=17, batch_size=9)
-    result = attribute_small(solver=whence.Lissa(plan))
+    result = attribute_small(solver=whence.Lissa(plan), damping="auto")
     assert result.solve.plan.num_steps == 17
     assert result.chain_scores.shape[0] == 3
     with pytest.raises(OptionError, match=r"damping is 0\.4, the solver's plan was made for 0\.5"):

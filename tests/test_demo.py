@@ -9,12 +9,16 @@ from typer.testing import CliRunner
 
 from whence.cli import app
 from whence.demo.corpus import corpus, passages, train_tokenizer
-from whence.demo.digits import attribute_digits
+from whence.demo.digits import DigitsDemo, attribute_digits
 from whence.demo.text import QUESTIONS, attribute_text
 
 
-def test_most_flipped_labels_are_among_the_most_harmful_images() -> None:
-    found = attribute_digits()
+@pytest.fixture(scope="module")
+def found() -> DigitsDemo:
+    return attribute_digits()
+
+
+def test_most_flipped_labels_are_among_the_most_harmful_images(found: DigitsDemo) -> None:
     assert 50 <= int(found.digits.flipped.sum()) <= 90
     assert found.accuracy > 0.9
     assert found.found >= 0.5
@@ -34,7 +38,10 @@ def test_the_manual_is_cut_into_passages_of_one_topic_each() -> None:
         assert question.topics <= set(documents)
 
 
-def test_the_digits_demo_prints_a_summary_and_writes_a_page(tmp_path: Path) -> None:
+def test_the_digits_demo_prints_a_summary_and_writes_a_page(
+    found: DigitsDemo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whence.demo.digits.attribute_digits", lambda: found)
     done = CliRunner().invoke(app, ["demo", "digits", "--output", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "of the flipped labels" in done.stdout.replace("\n", " ")

@@ -117,7 +117,9 @@ def rank_examples(
     chosen = chains[:, order]
     stderr = chosen.std(0) / math.sqrt(len(chains))
     width = half_width(stderr, len(chains) - 1, confidence)
-    apart = separated(sign * chosen[:, :-1], sign * chosen[:, 1:], confidence).tolist()
+    apart = []
+    if count > 1:
+        apart = separated(sign * chosen[:, :-1], sign * chosen[:, 1:], confidence).tolist()
     apart += [True] * (min(k, len(mean)) - len(apart))  # the very last has no next to be confused with
     return [(int(position), float(width[i]), bool(apart[i])) for i, position in enumerate(order[:k].tolist())]
 

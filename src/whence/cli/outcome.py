@@ -1,7 +1,7 @@
 """What a command prints and how it ends: results on standard output, everything else on standard error.
 
 Exit codes: 0 done; 2 something given cannot be used; 3 the numbers went wrong; 4 a file could not be written; 5 done,
-but the solver did not converge; 130 interrupted.
+but the solver did not converge, or a validation doubts the scores; 130 interrupted.
 """
 
 from __future__ import annotations
