@@ -11,7 +11,7 @@ help:
 	@echo "make test       the test suite (minutes)"
 	@echo "make test-slow  the tests that need minutes each or downloaded weights"
 	@echo "make check      lint, types, import contracts"
-	@echo "make bench      speed and memory beside the peers"
+	@echo "make bench      speed, memory and agreement with retraining"
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/whence demo --output demo
@@ -36,6 +36,7 @@ bench: $(BENCH_VENV)/.installed
 	$(BENCH_VENV)/bin/python -m benchmarks.products
 	$(BENCH_VENV)/bin/python -m benchmarks.memory
 	$(BENCH_VENV)/bin/python -m benchmarks.scoring
+	$(BENCH_VENV)/bin/python -m benchmarks.datamodeling
 
 # Pages are tested in a real browser. Where it is missing and may be installed, it is.
 browser:
