@@ -13,7 +13,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import whence
+from whence.reproduce.finding import commit, cpu_name
 
 __all__ = ["Quartiles", "environment", "interleaved", "ratios", "report", "save"]
 
@@ -111,11 +111,11 @@ def environment() -> dict[str, Any]:
     """What a number depends on besides the code: versions, threads, CPU, load, date, commit."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         "whence": whence.__version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
@@ -144,24 +144,3 @@ def save(name: str, results: Any) -> Path:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     Console().print(f"written to {os.path.relpath(path)}")
     return path
-
-
-def _commit() -> str | None:
-    """The commit of the working tree, marked where tracked files differ from it."""
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return described.stdout.strip()
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import mpmath
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,6 @@ def exact_scores(case: Case, damping: float) -> tuple[nn.Module, list[object], T
 @pytest.mark.parametrize("size", [1e-9, 1e-5, 1e-2, 1.0, 30.0])
 def test_slope_of_the_divergence_keeps_its_digits(size: float) -> None:
     """Against 50 digits: differences of probabilities that agree in all but the last places."""
-    mpmath = pytest.importorskip("mpmath")
     torch.manual_seed(0)
     anchor = 3 * torch.randn(4, 6, dtype=torch.float64)
     outputs = anchor + size * torch.randn(4, 6, dtype=torch.float64)

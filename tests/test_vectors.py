@@ -531,3 +531,11 @@ def test_stacking_vectors_of_different_spaces_is_refused() -> None:
 def test_a_single_vector_has_no_column() -> None:
     with pytest.raises(VectorError, match="single vector; it has no columns"):
         vector(0).column(0)
+
+
+def test_mean_of_vectors() -> None:
+    vectors = [ParamVector({"x": torch.tensor([float(k), 1.0])}) for k in (1, 2, 6)]
+    assert torch.allclose(ParamVector.mean(vectors)["x"], torch.tensor([3.0, 1.0]))
+    assert float(vectors[0]["x"][0]) == 1.0  # a copy
+    with pytest.raises(VectorError, match="empty"):
+        ParamVector.mean([])

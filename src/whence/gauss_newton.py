@@ -30,7 +30,7 @@ from whence.inspection import (
 from whence.operators import LinearOperator
 from whence.products.exact import block_tangents, dual_forward, tangent_only
 from whence.products.finite_difference import FiniteDifferences, StepMemory
-from whence.products.network import Network, Receiver
+from whence.products.network import Network, Receiver, adding_to
 from whence.selection import ParameterFilter, select_parameters
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
@@ -178,7 +178,7 @@ class GaussNewton(LinearOperator):
         positions = self.terms.draw(batch_size, generator)
         scale = math.sqrt(self.terms.weight(len(positions)))
         result = self.zeros()
-        receive = _adder(result, scale)
+        receive = adding_to(result, scale)
         for batch in self.terms.batches(positions, self.micro_batch):
             leaves = self.network.leaves()
             outputs = self.network.outputs(batch, leaves)
@@ -222,7 +222,9 @@ class GaussNewton(LinearOperator):
             loss = self.task.query_losses(outputs, batch).sum()
             if not bool(torch.isfinite(loss)):
                 raise DataError(f"the loss of query {position} is {float(loss)}; check its inputs and label")
-            self.network.pull_back(loss, leaves, torch.ones_like(loss), _adder(block.column(position), 1.0))
+            self.network.pull_back(
+                loss, leaves, torch.ones_like(loss), adding_to(block.column(position), 1.0)
+            )
         return block
 
     # --- products over some of the examples --------------------------------------------------------------
@@ -243,7 +245,7 @@ class GaussNewton(LinearOperator):
         weight = scale * self.terms.weight(len(positions))
         for batch in self.terms.batches(positions, self.micro_batch):
             if vector.columns is None:
-                self._column_product(batch, vector, sign, _adder(out, weight))
+                self._column_product(batch, vector, sign, adding_to(out, weight))
             else:
                 self._block_product(batch, vector, sign, out, weight)
 
@@ -271,7 +273,7 @@ class GaussNewton(LinearOperator):
         columns = block.unstack()
         if self.product == "exact":
             for k, vector in enumerate(columns):
-                self._column_product(batch, vector, sign, _adder(out.column(k), weight))
+                self._column_product(batch, vector, sign, adding_to(out.column(k), weight))
             return
         differences = self.differences(batch)
         base = differences.base(batch, graph=True)
@@ -280,7 +282,7 @@ class GaussNewton(LinearOperator):
             tangent = differences.tangent(base, batch, vector, sign)
             cotangent = self.task.hessian_product(base.outputs.detach(), tangent, batch)
             del tangent
-            receive = _adder(out.column(k), weight)
+            receive = adding_to(out.column(k), weight)
             last = k == len(columns) - 1
             self.network.pull_back(base.outputs, base.leaves, cotangent, receive, keep_graph=not last)
 
@@ -293,7 +295,7 @@ class GaussNewton(LinearOperator):
             cotangents = self.task.hessian_product(outputs.detach(), tangents, batch)
             stop = start + len(tangents)
             del tangents
-            receive = _adder(_slice_columns(out, slice(start, stop)), weight)
+            receive = adding_to(_slice_columns(out, slice(start, stop)), weight)
             keep_graph = stop < (block.columns or 1)
             self.network.pull_back(outputs, leaves, cotangents, receive, keep_graph=keep_graph)
             start = stop
@@ -380,13 +382,6 @@ class SampledGaussNewton(LinearOperator):
 
     def quadratic_form(self, vector: ParamVector) -> Tensor:
         return self._parent._quadratic_form(vector, self._positions, self._sign)
-
-
-def _adder(out: ParamVector, weight: float) -> Receiver:
-    def receive(name: str, gradient: Tensor) -> None:
-        out[name].add_(gradient, alpha=weight)
-
-    return receive
 
 
 def _slice_columns(block: ParamVector, columns: slice) -> ParamVector:

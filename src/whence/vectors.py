@@ -149,6 +149,16 @@ class ParamVector(Mapping[str, Tensor]):
             columns=len(vectors),
         )
 
+    @staticmethod
+    def mean(vectors: Sequence[ParamVector]) -> ParamVector:
+        """The mean of vectors or blocks of one form, as a running mean: one copy, whatever their number."""
+        if not vectors:
+            raise VectorError("cannot average an empty list of vectors")
+        total = vectors[0].clone()
+        for count, vector in enumerate(vectors[1:], start=2):
+            total.lerp_(vector, 1 / count)
+        return total
+
     # --- in-place algebra --------------------------------------------------------------------------------
 
     def axpy_(self, alpha: float | Tensor, other: ParamVector) -> ParamVector:

@@ -16,10 +16,19 @@ from torch.func import functional_call
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
 
-__all__ = ["Network", "Receiver"]
+__all__ = ["Network", "Receiver", "adding_to"]
 
 #: Takes a parameter's name and its part of a product: ``[shape]``, or ``[k, shape]`` for a block.
 Receiver = Callable[[str, Tensor], None]
+
+
+def adding_to(out: ParamVector, weight: float) -> Receiver:
+    """Adds ``weight`` times what it receives to ``out``, in place."""
+
+    def receive(name: str, gradient: Tensor) -> None:
+        out[name].add_(gradient, alpha=weight)
+
+    return receive
 
 
 class _TaskModule(nn.Module):

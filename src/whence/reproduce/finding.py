@@ -35,6 +35,8 @@ __all__ = [
     "Finding",
     "Profile",
     "check_profile",
+    "commit",
+    "cpu_name",
     "figure",
     "provenance",
     "read",
@@ -309,15 +311,15 @@ def provenance(seconds: float) -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seconds": seconds,
-        "commit": _commit(),
+        "commit": commit(),
         **environment(),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "platform": platform.platform(),
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit this file belongs to, marked where tracked files differ from it; None outside a checkout."""
     here = Path(__file__).resolve()
     try:
@@ -333,7 +335,8 @@ def _git(directory: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The processor, as the system calls it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

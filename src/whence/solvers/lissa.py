@@ -97,7 +97,7 @@ class Lissa(Solver):
             A.operator.restore_state(state.operator)
         while len(state.finished) < state.plan.chains:
             self._run_chain(A, rhs, state, journal)
-        value = _mean(state.finished)
+        value = ParamVector.mean(state.finished)
         plan = state.plan
         batch = min(4 * plan.batch_size, A.num_terms)
         residual, stderr = residual_norm(A, value, rhs, self.residual_batches, batch, generator)
@@ -192,13 +192,6 @@ class Lissa(Solver):
                 f"the plan asks for batches of {self.plan.batch_size} terms, the data hold {A.num_terms}. "
                 "Use more data, a smaller C, or a full-batch solver"
             )
-
-
-def _mean(chains: list[ParamVector]) -> ParamVector:
-    total = chains[0].clone()
-    for count, chain in enumerate(chains[1:], start=2):
-        total.lerp_(chain, 1 / count)
-    return total
 
 
 def _settings(plan: Plan) -> str:

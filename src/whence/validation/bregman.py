@@ -13,7 +13,7 @@ subtracting probabilities that nearly agree.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from whence.inspection import (
     check_finite,
     check_outputs,
 )
-from whence.products.network import Network
+from whence.products.network import Network, adding_to
 from whence.selection import ParameterFilter, select_parameters
 from whence.tasks import Batch, Task
 from whence.validation.double import DoublePrecision
@@ -116,13 +116,13 @@ class BregmanObjective:
         total = displacement.clone().scale_(self.damping)
         moved = self.at(displacement, epsilon)
         count = len(self.terms) if positions is None else len(positions)
-        receive = _adder(total, self.terms.weight(count) / epsilon)
+        receive = adding_to(total, self.terms.weight(count) / epsilon)
         for batch, anchor in self._batches(positions):
             outputs = self.network.outputs(batch, moved)
             slope = self.task.divergence_slope(outputs, anchor, batch)
             self.network.pull_back(outputs, moved, slope, receive)
         loss = self.task.query_losses(self.network.outputs(point, moved), point).sum()
-        self.network.pull_back(loss, moved, torch.ones_like(loss), _adder(total, 1.0))
+        self.network.pull_back(loss, moved, torch.ones_like(loss), adding_to(total, 1.0))
         return total
 
     def loss_gradient(self, batch: Batch) -> ParamVector:
@@ -130,7 +130,7 @@ class BregmanObjective:
         total = self.network.zeros()
         leaves = self.network.leaves()
         loss = self.task.query_losses(self.network.outputs(batch, leaves), batch).sum()
-        self.network.pull_back(loss, leaves, torch.ones_like(loss), _adder(total, 1.0))
+        self.network.pull_back(loss, leaves, torch.ones_like(loss), adding_to(total, 1.0))
         return total
 
     def losses(self, displacement: ParamVector, epsilon: float, queries: list[Batch]) -> Tensor:
@@ -198,10 +198,3 @@ class _DoubleNetwork(Network):
     def outputs(self, batch: Batch, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         with DoublePrecision():
             return super().outputs(batch, parameters)
-
-
-def _adder(total: ParamVector, weight: float) -> Callable[[str, Tensor], None]:
-    def receive(name: str, gradient: Tensor) -> None:
-        total[name].add_(gradient, alpha=weight)
-
-    return receive

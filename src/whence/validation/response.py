@@ -164,7 +164,7 @@ def pbrf(
             by_chain = (
                 before - losses
             ) / descent.epsilon  # removal and fine-tuning have opposite signs: flipped here
-            mean = _mean(ends)
+            mean = ParamVector.mean(ends)
             linear = -objective.loss_derivatives(mean, descent.epsilon, asked)
             spread = (
                 by_chain.std(0) / math.sqrt(len(ends)) if len(ends) > 1 else torch.full_like(linear, math.nan)
@@ -273,7 +273,7 @@ class _Descent:
         self, ends: list[ParamVector], plan: Plan | None, generator: torch.Generator | None
     ) -> tuple[float, float]:
         """``‖∇F/ε‖ / ‖∇ℓ(z)‖`` at the mean of the ends, and its standard error."""
-        mean = _mean(ends)
+        mean = ParamVector.mean(ends)
         if self._norm == 0:
             return 0.0, 0.0
         if plan is None:
@@ -295,13 +295,6 @@ class _Descent:
         terms: TermSet = self._objective.terms
         self.num_terms += terms.num_terms if positions is None else int(terms.counts()[positions].sum())
         return self._objective.gradient(d, self.epsilon, self._point, positions)
-
-
-def _mean(vectors: list[ParamVector]) -> ParamVector:
-    total = vectors[0].clone()
-    for count, vector in enumerate(vectors[1:], start=2):
-        total.lerp_(vector, 1 / count)
-    return total
 
 
 def _check(
