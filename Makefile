@@ -45,13 +45,14 @@ browser:
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; \
 	  else echo "chromium and chromedriver are missing: the tests of the pages will be skipped"; fi; fi
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r benchmarks/requirements.txt
 	touch $@
 
 # curvlinops depends on torchvision only through backpack, which does not need it; installing it would
-# replace torch. So the peers' own dependencies are listed by hand and installed without theirs.
+# replace torch. So what is used of it is listed by hand and installed without its dependencies.
 $(BENCH_VENV)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
 	$(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'

@@ -163,7 +163,7 @@ class ParamVector(Mapping[str, Tensor]):
 
     def axpy_(self, alpha: float | Tensor, other: ParamVector) -> ParamVector:
         """``self += alpha · other``; ``alpha`` may hold one number per column."""
-        self._check_same_form(other)
+        self.check_same_form(other)
         for mine, theirs, factor in self._triples(other, alpha):
             if isinstance(factor, Tensor):
                 mine.addcmul_(theirs.to(mine.dtype), factor.to(mine.dtype))
@@ -179,14 +179,14 @@ class ParamVector(Mapping[str, Tensor]):
 
     def lerp_(self, other: ParamVector, weight: float) -> ParamVector:
         """``self += weight · (other - self)``: one step of a running mean."""
-        self._check_same_form(other)
+        self.check_same_form(other)
         for name, mine in self.items():
             mine.lerp_(other[name].to(mine.dtype), weight)
         return self
 
     def copy_(self, other: ParamVector) -> ParamVector:
         """Overwrite with ``other``'s values."""
-        self._check_same_form(other)
+        self.check_same_form(other)
         for name, mine in self.items():
             mine.copy_(other[name])
         return self
@@ -201,7 +201,7 @@ class ParamVector(Mapping[str, Tensor]):
 
     def dot(self, other: ParamVector) -> Tensor:
         """``⟨self, other⟩`` in float64: a scalar, or one number per column."""
-        self._check_same_form(other)
+        self.check_same_form(other)
         total: Tensor | None = None
         for name, mine in self.items():
             part = _inner(mine, other[name], batched=self._columns is not None)
@@ -213,17 +213,44 @@ class ParamVector(Mapping[str, Tensor]):
         """``‖self‖₂`` in float64: a scalar, or one number per column."""
         return self.dot(self).sqrt()
 
-    def gram(self, other: ParamVector) -> Tensor:
-        """All inner products between the columns of two blocks, ``[k, k']`` in float64."""
+    def gram(self, other: ParamVector, *, exact: bool = False) -> Tensor:
+        """All inner products between the columns of two blocks, ``[k, k']`` in float64.
+
+        Args:
+            other: the other block.
+            exact: multiply in float64, too: for inner products that cancel, or whose matrix is inverted.
+        """
         self.check_same_space(other)
         total: Tensor | None = None
         for name, mine in self.items():
-            left = _widened(mine.reshape(self._columns or 1, -1))
+            left = mine.reshape(self._columns or 1, -1)
+            left = left.double() if exact else _widened(left)
             right = other[name].reshape(other.columns or 1, -1).to(left.dtype)
             part = (left @ right.T).double()
             total = part if total is None else total + part
         assert total is not None  # a ParamVector is never empty
         return total
+
+    def mix(self, weights: Tensor) -> ParamVector:
+        """The block's columns combined: column j of the result is ``Σ_i weights[i, j] · column i``.
+
+        Args:
+            weights: ``[columns, new columns]``; a block times a small matrix.
+        """
+        if (
+            self._columns is None
+            or weights.ndim != 2
+            or len(weights) != self._columns
+            or not weights.shape[1]
+        ):
+            raise VectorError(f"cannot combine the columns of {self!r} with weights {tuple(weights.shape)}")
+        return ParamVector(
+            {
+                name: torch.tensordot(weights.T.to(tensor.device, tensor.dtype), tensor, dims=1)
+                for name, tensor in self.items()
+            },
+            columns=weights.shape[1],
+        )
 
     def is_finite(self) -> bool:
         """Whether every entry is finite."""
@@ -248,15 +275,18 @@ class ParamVector(Mapping[str, Tensor]):
                     f"{tuple(self.shape_of(name))}. Build it from the same model"
                 )
 
-    def _check_same_form(self, other: ParamVector) -> None:
+    def check_same_form(self, other: ParamVector, what: str = "vector") -> None:
+        """Raise `VectorError` unless ``other`` is of the same space and has as many columns."""
         if other is self:
             return
         if self._columns != other._columns:
-            raise VectorError(f"cannot combine {self!r} with {other!r}: different numbers of columns")
+            raise VectorError(
+                f"cannot combine {self!r} with the {what} {other!r}: different numbers of columns"
+            )
         if any(n not in other or other[n].shape != t.shape for n, t in self.items()) or len(self) != len(
             other
         ):
-            self.check_same_space(other)
+            self.check_same_space(other, what)
 
     def _triples(
         self, other: ParamVector, alpha: float | Tensor

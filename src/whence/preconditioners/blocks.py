@@ -1,0 +1,103 @@
+"""A block of k vectors times a k × k matrix, in float64 and within the block's own memory.
+
+Preconditioners live on small differences: ``v - U D Uᵀv`` keeps λ/(Λ + λ) of v along a column of U, and what the inner
+products lose is magnified by (Λ + λ)/λ. So every sum here is in float64. A tensor is gone through a few thousand
+coordinates at a time, all columns together: nothing is ever held in float64 but a few megabytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from whence.vectors import ParamVector
+
+__all__ = ["combine", "inner", "mix_", "precision", "slice_columns", "subtract_and_scale_"]
+
+_NUMBERS_AT_ONCE = 2**19  # of all columns: 4 MB in float64, which stay in the cache
+
+
+def inner(left: ParamVector, right: ParamVector) -> Tensor:
+    """All inner products of two blocks' columns, ``[k, k']`` in float64; a single vector counts as one column."""
+    left.check_same_space(right)
+    total = torch.zeros(left.columns or 1, right.columns or 1, dtype=torch.float64)
+    for name in left:
+        mine, theirs = _rows(left, name), _rows(right, name)
+        part = mine.new_zeros(total.shape, dtype=torch.float64)
+        for piece in _pieces(mine.shape[1], len(mine) + len(theirs)):
+            part.addmm_(mine[:, piece].double(), theirs[:, piece].double().T)
+        total += part.cpu()
+    return total
+
+
+def mix_(block: ParamVector, weights: Tensor) -> ParamVector:
+    """``Σ_i weights[i, j] · column i`` as column j, written over the block; at most as many columns as there were.
+
+    Returns the block to go on with: the given one's storage is overwritten, or given up for a smaller one.
+    """
+    columns = weights.shape[1]
+    mixed: dict[str, Tensor] = {}
+    for name in block:
+        rows = block[name].view(len(weights), -1)
+        turned = weights.T.to(rows.device)
+        for piece in _pieces(rows.shape[1], len(rows) + columns):
+            rows[:columns, piece] = (turned @ rows[:, piece].double()).to(rows.dtype)
+        own = block[name]
+        mixed[name] = own if columns == len(own) else own[:columns].clone()
+    return ParamVector(mixed, columns=columns)
+
+
+def combine(vectors: Sequence[ParamVector], weights: Tensor) -> ParamVector:
+    """``Σ_i weights[i, j] · vectors[i]`` as column j of a new block; each vector single, or a block of one."""
+    space = vectors[0]
+    block = (space if space.columns is None else space.column(0)).zeros(weights.shape[1])
+    for name in block:
+        rows = _rows(block, name)
+        turned = weights.T.to(rows.device)
+        sources = [vector[name].reshape(-1) for vector in vectors]
+        for piece in _pieces(rows.shape[1], len(sources) + len(rows)):
+            stacked = torch.stack([source[piece] for source in sources]).double()
+            rows[:, piece] = (turned @ stacked).to(rows.dtype)
+    return block
+
+
+def subtract_and_scale_(
+    vector: ParamVector, block: ParamVector, weights: Tensor, scale: float
+) -> ParamVector:
+    """``v ← scale · (v - Σ_i weights[i] · column i)``, per column of v, each entry rounded once.
+
+    Args:
+        vector: v, contiguous; overwritten.
+        block: the k columns.
+        weights: ``[k, columns of v]``.
+        scale: a factor for all of it.
+    """
+    for name in vector:
+        mine = vector[name].view(vector.columns or 1, -1)
+        theirs = _rows(block, name)
+        turned = weights.T.to(mine.device)
+        for piece in _pieces(mine.shape[1], len(mine) + len(theirs)):
+            left = mine[:, piece].double().sub_(turned @ theirs[:, piece].double())
+            mine[:, piece] = left.mul_(scale).to(mine.dtype)
+    return vector
+
+
+def slice_columns(block: ParamVector, start: int, stop: int) -> ParamVector:
+    """Columns ``start`` to ``stop``, as a view."""
+    return ParamVector({name: tensor[start:stop] for name, tensor in block.items()}, columns=stop - start)
+
+
+def precision(vector: ParamVector) -> float:
+    """The rounding unit of the vector's coarsest tensor."""
+    return max(torch.finfo(tensor.dtype).eps for tensor in vector.values())
+
+
+def _rows(vector: ParamVector, name: str) -> Tensor:
+    return vector[name].reshape(vector.columns or 1, -1)
+
+
+def _pieces(length: int, rows: int) -> Iterator[slice]:
+    step = max(1, _NUMBERS_AT_ONCE // max(rows, 1))
+    return (slice(start, start + step) for start in range(0, length, step))

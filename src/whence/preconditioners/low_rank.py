@@ -1,0 +1,227 @@
+"""`LowRank`: the top of the spectrum is inverted, the rest of it is left to λ.
+
+    P = U(Λ + λ)Uᵀ + λ(I - UUᵀ) = λ + UΛUᵀ,       P⁻¹v = (v - U Λ/(Λ+λ) Uᵀv) / λ
+
+with k orthonormal columns U and eigenvalues Λ > 0. Where they are H's own top k, ``P⁻¹(H + λ)`` is the identity on
+U and at most (λ_{k+1} + λ)/λ elsewhere: that is the condition number in place of (λ₁ + λ)/λ.
+
+**What is proven of the smallest eigenvalue.** Write ``U√Λ = B + D`` with ``BBᵀ ≼ H``, and let ``s ≥ ‖D‖²`` (`slack`).
+For every t > 0, ``(B+D)(B+D)ᵀ ≼ (1+t)BBᵀ + (1+1/t)DDᵀ``, so that
+
+    P  ≼  λ + (1+t)H + (1+1/t)s  ≼  max(1 + t, 1 + (1+1/t)s/λ) (H + λ).
+
+The two are equal at ``t² = (1+t)s/λ``, and then the eigenvalues of ``P⁻¹(H + λ)`` are at least ``1/(1+t)``: 1 for
+D = 0, nearly 1 - √(s/λ) for a small D, and never zero.
+
+*Nyström*: ``B = HΩ(ΩᵀHΩ)^(-1/2)``, and D is rounding. *Ritz vectors* with ``HU = UΘ + E``, ``UᵀE = 0``: from
+``U√Θ = HUΘ^(-1/2) - EΘ^(-1/2)``, B is the same with Ω = U, and D comes from the residual E.
+
+For an H that P was not made from, B means nothing; but ``H + λ ≽ λ`` and ``P ≼ Λ₁ + λ`` still give ``λ/(Λ₁+λ)``.
+
+Memory: k copies of the model, for as long as P is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whence.errors import OptionError, VectorError
+from whence.operators import Damped, LinearOperator
+from whence.preconditioners.base import Preconditioner
+from whence.preconditioners.blocks import inner, subtract_and_scale_
+from whence.vectors import ParamVector
+
+__all__ = ["NO_CURVATURE", "LowRank", "check_rank", "drawn_terms", "orthonormal_correction"]
+
+NO_CURVATURE = (
+    "the operator has no curvature in any of the directions tried: the outputs do not depend on the selected "
+    "parameters, or the model is certain of every answer. There is nothing to precondition"
+)
+
+_PREFIX = "vectors/"
+_NOTES = ("damping", "slack", "settled", "terms", "exact_for_terms", "num_products", "num_term_products")
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(Preconditioner):
+    """``P = λ + UΛUᵀ`` with k orthonormal columns U, as `nystrom` and `deflation` make it.
+
+    Attributes:
+        vectors: U, a block of k columns, orthonormal but for the rounding of its entries.
+        eigenvalues: Λ, ``[k]`` in float64, falling and positive.
+        damping: λ.
+        correction: ``(UᵀU)^(-1/2)``, ``[k, k]`` in float64, the identity but for rounding: ``U·correction`` is what the
+            formulas call U, orthonormal to the precision of float64.
+        slack: s, in the units of Λ; infinite where nothing is known of it.
+        settled: how many eigenvalues, from the top, can be taken for H's own: all of Lanczos' converged ones, the first
+            half of Nyström's, whose others are too small. All of them are used.
+        terms: how many terms the products went over.
+        exact_for_terms: number of terms of the operator that ``slack`` holds for, or None where P was made from a
+            subset and is used on more: see `for_operator`.
+        num_products: products spent on making it.
+        num_term_products: terms gone through in them.
+
+    Example:
+        >>> from whence import Dense
+        >>> from whence.preconditioners import nystrom
+        >>> H = Dense(torch.diag(torch.tensor([99.0, 9.0, 0.0, 0.0], dtype=torch.float64)))
+        >>> P = nystrom(H, 1.0, rank=3, generator=torch.Generator().manual_seed(0))
+        >>> P.rank, P.eigenvalues
+        (2, tensor([99.0000,  9.0000], dtype=torch.float64))
+        >>> P.solve(ParamVector({"x": torch.ones(4, dtype=torch.float64)}))["x"]
+        tensor([0.0100, 0.1000, 1.0000, 1.0000], dtype=torch.float64)
+    """
+
+    vectors: ParamVector
+    eigenvalues: Tensor
+    damping: float
+    correction: Tensor
+    slack: float
+    settled: int
+    terms: int
+    exact_for_terms: int | None
+    num_products: int
+    num_term_products: int
+
+    def __post_init__(self) -> None:
+        rank = self.vectors.columns
+        if rank is None or self.eigenvalues.shape != (rank,) or self.correction.shape != (rank, rank):
+            raise VectorError(
+                f"a low-rank preconditioner needs a block of k vectors, k eigenvalues and a k × k correction; got "
+                f"{self.vectors!r}, {tuple(self.eigenvalues.shape)} and {tuple(self.correction.shape)}"
+            )
+        values = self.eigenvalues
+        if not (bool(torch.isfinite(values).all()) and bool((values > 0).all())) or bool(
+            (values.diff() > 0).any()
+        ):
+            raise VectorError(f"eigenvalues must be positive and falling, got {values.tolist()}")
+        _check_damping(self.damping)
+        if not self.slack >= 0:
+            raise OptionError(f"slack is {self.slack}; it bounds the square of a norm")
+        if not 1 <= self.settled <= rank:
+            raise OptionError(f"settled is {self.settled}; it is a number of eigenvalues, of {rank}")
+
+    # --- the preconditioner ------------------------------------------------------------------------------
+
+    def solve(self, vector: ParamVector) -> ParamVector:
+        kept = self.eigenvalues / (self.eigenvalues + self.damping)
+        return self._shrink(vector, kept, 1 / self.damping)
+
+    def root_solve(self, vector: ParamVector) -> ParamVector:
+        kept = 1 - (self.damping / (self.eigenvalues + self.damping)).sqrt()
+        return self._shrink(vector, kept, self.damping**-0.5)
+
+    def _shrink(self, vector: ParamVector, shares: Tensor, scale: float) -> ParamVector:
+        """``scale · (v - U diag(shares) Uᵀv)``, with the corrected U."""
+        along = self.correction @ (shares.unsqueeze(1) * (self.correction.T @ inner(self.vectors, vector)))
+        return subtract_and_scale_(vector.clone(), self.vectors, along, scale)
+
+    @property
+    def smallest(self) -> float:
+        """A proven lower bound of the eigenvalues of ``P⁻¹(H + λ)``, derived at the top of this file.
+
+        ``1/(1+t)`` with ``t² = (1+t)·slack/λ`` for the operator that P was made from, and ``λ/(Λ₁+λ)`` for any:
+        `for_operator` says which of them holds. Both are lowered by what k × k algebra in float64 may lose, which is
+        some kΛ₁/λ of its last digit.
+        """
+        top = float(self.eigenvalues[0]) / self.damping
+        lost = 1 + 4 * self.rank * torch.finfo(torch.float64).eps * top
+        bound = 1 / (1 + top)
+        if self.exact_for_terms is not None:
+            ratio = self.slack / self.damping
+            bound = max(bound, 1 / (1 + 0.5 * (ratio + math.sqrt(ratio * (ratio + 4)))))
+        return bound / lost
+
+    # --- others like it ----------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """How many eigenpairs: k."""
+        return len(self.eigenvalues)
+
+    @property
+    def promised_largest(self) -> float:
+        """``(Λ_j + λ)/λ``, j = `settled`: about the largest eigenvalue of ``P⁻¹(H + λ)``, if U is what it should be."""
+        return (float(self.eigenvalues[self.settled - 1]) + self.damping) / self.damping
+
+    def with_damping(self, damping: float) -> LowRank:
+        """The same U and Λ for another λ: no products, no copies."""
+        return replace(self, damping=damping)
+
+    def for_operator(self, operator: LinearOperator) -> LowRank:
+        """The same, with a `smallest` that is proven for this operator.
+
+        Operators are told apart by their number of terms: all of the data from a subset of it, but not one subset
+        from another of the same size.
+        """
+        self.vectors.check_same_space(operator.zeros(), "operator's space")
+        exact = self.exact_for_terms == operator.num_terms
+        return replace(self, exact_for_terms=operator.num_terms if exact else None)
+
+    # --- kept on disk ------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What to write, by names; with `notes` all that `from_tensors` needs."""
+        named = {_PREFIX + name: tensor for name, tensor in self.vectors.items()}
+        return {"eigenvalues": self.eigenvalues, "correction": self.correction, **named}
+
+    def notes(self) -> dict[str, Any]:
+        """The numbers beside the tensors, as JSON takes them."""
+        return {name: getattr(self, name) for name in _NOTES}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> LowRank:
+        """Inverse of `tensors` and `notes`, bit for bit."""
+        own = {name[len(_PREFIX) :]: t for name, t in tensors.items() if name.startswith(_PREFIX)}
+        missing = [name for name in ("eigenvalues", "correction") if name not in tensors]
+        missing += [name for name in _NOTES if name not in notes]
+        if missing or not own:
+            raise VectorError(
+                f"these tensors are no low-rank preconditioner: missing {', '.join(missing) or 'its vectors'}. "
+                "Make it again"
+            )
+        return cls(
+            vectors=ParamVector(own, columns=len(tensors["eigenvalues"])),
+            eigenvalues=tensors["eigenvalues"].cpu(),
+            correction=tensors["correction"].cpu(),
+            **{name: notes[name] for name in _NOTES},
+        )
+
+
+def orthonormal_correction(block: ParamVector) -> Tensor:
+    """``(UᵀU)^(-1/2)`` in float64, of a block that is orthonormal but for rounding."""
+    values, vectors = torch.linalg.eigh(inner(block, block))
+    correction: Tensor = (vectors / values.sqrt()) @ vectors.T
+    return correction
+
+
+def check_rank(operator: LinearOperator, damping: float, rank: int) -> None:
+    """Refuse what no low-rank preconditioner can be made with, before any product."""
+    if isinstance(operator, Damped):
+        raise OptionError("a preconditioner is made from the operator itself; pass `damped.operator` and λ")
+    _check_damping(damping)
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise OptionError(
+            f"rank is {rank!r}; give a whole number of at least 1: so many copies of the model are kept"
+        )
+
+
+def drawn_terms(
+    operator: LinearOperator, terms: int | None, generator: torch.Generator
+) -> tuple[LinearOperator, int | None]:
+    """The operator to make products with, and the number of terms that what is proven of it holds for."""
+    if terms is not None and terms != operator.num_terms:
+        operator.check_batch_size(terms)
+        return operator.subset(terms, generator), None
+    return operator, operator.num_terms
+
+
+def _check_damping(damping: float) -> None:
+    if not 0 < damping < math.inf:
+        raise OptionError(f"damping must be a positive number, got {damping}; λmax/200 is a good start")

@@ -1,0 +1,171 @@
+"""The randomised Nyström approximation: k products with random vectors, all at once, give the top of the spectrum.
+
+    N = Y(M + ν)⁻¹Yᵀ = UΛUᵀ,       Y = HΩ,   M = ΩᵀY,   Ω of k normal columns
+
+**N ≼ H**, as ``H - HΩ(ΩᵀHΩ)⁻¹ΩᵀH = √H(I - Π)√H`` with Π the orthogonal projector on √HΩ. A shift ν makes N smaller.
+
+**Rounding.** Products come with errors, ``Y = HΩ + E``, and so does M, with ``ΩᵀE``. But for them M is symmetric:
+``M_ij - M_ji`` is the difference of two errors ⟨ω, e⟩ with normal ω, and has the mean square ``2‖e‖²``. That tells
+the error ‖e‖ of one product for nothing, be it from rounding, low precision or finite differences. A symmetric
+k × k matrix of such errors has a norm of about 2√k‖e‖; with twice that as ν, ``M + ν ≽ ΩᵀHΩ``, and
+
+    U√Λ = B + D,       B = HΩ(M + ν)^(-1/2) up to a rotation,   BBᵀ ≼ H,   ‖D‖ ≤ ‖E‖‖(M + ν)^(-1/2)‖
+
+up to the rounding of U: what `whence.preconditioners.low_rank` needs. Eigenpairs that D could have made are dropped.
+
+**What to expect.** ``‖H - N‖`` is on average about twice λ_{k/2}, and more where the spectrum falls slowly. The later
+half of Λ is too small; it is kept, as it makes N better all the same.
+
+Memory: k copies of the model, and three more for each of the columns ``at_once``; Ω is never held whole.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from scipy.special import gammaincinv
+from torch import Tensor
+
+from whence.errors import OptionError, SolverError, VectorError
+from whence.operators import LinearOperator
+from whence.preconditioners.blocks import inner, mix_, precision, slice_columns
+from whence.preconditioners.low_rank import (
+    NO_CURVATURE,
+    LowRank,
+    check_rank,
+    drawn_terms,
+    orthonormal_correction,
+)
+from whence.progress import ticker
+from whence.vectors import ParamVector
+
+__all__ = ["nystrom"]
+
+_SAFETY = 2.0  # on the measured error of products
+_DOUBT = 1e-2  # chance that the error is larger than it is taken to be, from so few pairs
+_FEWEST_TESTS = 8  # so that there are some pairs to measure it from
+_LEAST_SHARE = 1e-12  # of Λ₁: below it, inner products in float64 cannot tell an eigenvalue
+
+
+def nystrom(
+    operator: LinearOperator,
+    damping: float,
+    *,
+    rank: int,
+    generator: torch.Generator,
+    terms: int | None = None,
+    at_once: int = 8,
+) -> LowRank:
+    """A low-rank preconditioner from one product with each of ``rank`` random vectors.
+
+    Its rank is less where the operator has less: eigenvalues that rounding could have made are dropped.
+
+    Args:
+        operator: H, undamped.
+        damping: λ.
+        rank: k: products spent (but at least 8), and copies of the model kept.
+        generator: draws Ω, and the subset.
+        terms: how many terms of the data to work on; None: all of them.
+        at_once: columns multiplied together. They share a pass over the data, and take three copies of the model each.
+    """
+    check_rank(operator, damping, rank)
+    if at_once < 1:
+        raise OptionError(f"at_once is {at_once}; at least one column has to be multiplied")
+    used, exact_for_terms = drawn_terms(operator, terms, generator)
+    columns = min(max(rank, _FEWEST_TESTS), operator.zeros().numel)
+    block, matrix, error = _products(used, columns, at_once, generator)
+    epsilon = precision(block)
+    error = _SAFETY * max(error, epsilon * float(block.norm().max()))
+    vectors, values, root_slack = _decompose(block, matrix, error, epsilon, rank)
+    return LowRank(
+        vectors=vectors,
+        eigenvalues=values,
+        damping=float(damping),
+        correction=(correction := orthonormal_correction(vectors)),
+        slack=(root_slack + _moved(correction, values)) ** 2,
+        settled=min(len(values), (columns + 1) // 2),
+        terms=used.num_terms,
+        exact_for_terms=exact_for_terms,
+        num_products=columns,
+        num_term_products=columns * used.num_terms,
+    )
+
+
+def _products(
+    operator: LinearOperator, columns: int, at_once: int, generator: torch.Generator
+) -> tuple[ParamVector, Tensor, float]:
+    """``Y = HΩ``, M made symmetric, and the error ‖e‖ of one product as M's asymmetry shows it.
+
+    Ω passes by a few columns at a time. ω_i meets the products y_j of its own group and of those before; the first
+    group stays, and meets those after it. So both ``M_ij`` and ``M_ji`` are seen within groups and with the first.
+    """
+    block = operator.zeros(columns)
+    matrix = torch.zeros(columns, columns, dtype=torch.float64)
+    squares: list[Tensor] = []
+    first: ParamVector | None = None
+    with ticker("products for the preconditioner", columns) as tick:
+        for start in range(0, columns, at_once):
+            stop = min(start + at_once, columns)
+            tests = operator.zeros(stop - start)
+            for column in tests.unstack():  # one by one, so that grouping does not change what is drawn
+                column.copy_(column.randn_like(generator))
+            slice_columns(block, start, stop).copy_(operator.matvec(tests))
+            met = inner(tests, slice_columns(block, 0, stop))
+            before, own = met[:, :start], met[:, start:]
+            above = torch.ones_like(own).triu(1) > 0
+            squares.append(0.5 * (own - own.T)[above].square())
+            if first is None:
+                first = tests
+            else:
+                back = inner(first, slice_columns(block, start, stop))
+                squares.append(0.5 * (before[:, : len(back)] - back.T).square().flatten())
+            matrix[start:stop, :start] = before
+            matrix[:start, start:stop] = before.T
+            matrix[start:stop, start:stop] = 0.5 * (own + own.T)
+            for _ in range(start, stop):
+                tick()
+    if not bool(torch.isfinite(matrix).all()):
+        raise VectorError("a product holds NaN or infinity; check the model's outputs and its precision")
+    return block, matrix, _root_mean_square(torch.cat(squares))
+
+
+def _root_mean_square(squares: Tensor) -> float:
+    """Of normal numbers, from their squares: what it is below but for a chance of `_DOUBT`, by the χ² distribution."""
+    if not len(squares):
+        return 0.0
+    return math.sqrt(float(squares.sum()) / (2 * float(gammaincinv(len(squares) / 2, _DOUBT))))
+
+
+def _decompose(
+    block: ParamVector, matrix: Tensor, error: float, epsilon: float, rank: int
+) -> tuple[ParamVector, Tensor, float]:
+    """U, Λ and ‖D‖ from Y, M and ‖e‖, at most ``rank`` eigenpairs. Y's memory becomes U's."""
+    shift = 2 * math.sqrt(len(matrix)) * error
+    inverted, directions = torch.linalg.eigh(matrix)
+    inverted = inverted + shift
+    real = inverted > 0.5 * shift  # a test direction without curvature to be seen tells nothing
+    if not bool(real.any()):
+        raise SolverError(NO_CURVATURE)
+    weights = directions[:, real] / inverted[real].sqrt()
+    block = mix_(block, weights)  # B + D
+    values, rotation = torch.linalg.eigh(inner(block, block))
+    values, rotation = values.flip(0), rotation.flip(1)
+    rounding = epsilon * math.sqrt(float(values.clamp_min(0.0).sum()))
+    error *= math.sqrt(len(matrix))  # of all products: ‖E‖ at most
+    noise = error * (weights @ rotation).norm(dim=0) + rounding
+    kept = (values > _LEAST_SHARE * values[0]) & (values.clamp_min(0.0).sqrt() > 2 * noise)
+    if not bool(kept.any()):
+        raise SolverError(
+            f"products are too inaccurate for a preconditioner: their relative error is about "
+            f"{float(noise[0] / values[0].sqrt()):.2g}. Use exact products or a higher precision"
+        )
+    values, rotation = values[kept][:rank], rotation[:, kept][:, :rank]
+    block = mix_(block, rotation / values.sqrt())
+    return block, values, error * float(torch.linalg.matrix_norm(weights @ rotation, 2)) + 2 * rounding
+
+
+def _moved(correction: Tensor, values: Tensor) -> float:
+    """``‖(U·correction - U)√Λ‖`` at most: by so much D grows when U is made orthonormal to the last bit."""
+    change = (correction - torch.eye(len(values), dtype=values.dtype)) * values.sqrt()
+    return 2 * float(torch.linalg.matrix_norm(change, 2))

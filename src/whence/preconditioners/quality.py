@@ -1,0 +1,189 @@
+"""Whether a preconditioner is as good as it looks: the ends of the spectrum of ``P⁻¹(H + λ)``, measured.
+
+A preconditioner from eigenvectors that have not converged, or from too few terms, is still positive definite, and
+solvers run with it; they are only slow. A few products of ``P^(-1/2)(H + λ)P^(-1/2)`` by Lanczos show it. Ritz
+values lie inside the spectrum: the largest eigenvalue is at least the one measured, the smallest at most.
+
+    largest     rank k promises about (Λ_k + λ)/λ; much more means that U misses top eigenvectors of H
+    smallest    1 for eigenvectors of H; much less means that P has curvature which H does not have
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from whence.errors import OptionError
+from whence.operators import Damped, LinearOperator
+from whence.preconditioners.base import Preconditioner
+from whence.preconditioners.low_rank import LowRank
+from whence.preconditioners.operator import Preconditioned
+from whence.spectrum import Estimate, LanczosResult, lanczos
+
+__all__ = ["Quality", "measure_quality"]
+
+_MUCH_LARGER = 2.0  # times the promised largest eigenvalue
+_FAR_BELOW = 0.5  # of the eigenvalue 1
+_RESOLVED = 0.01  # relative: a difference that rounding does not make
+_NEVER = -1.0  # a tolerance at which Lanczos does not stop: the lower end takes all the products
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What was measured of a preconditioner P for ``H + λ``.
+
+    Attributes:
+        largest: largest Ritz value of ``P⁻¹(H + λ)``, with the bound of its error: an eigenvalue is that near.
+        smallest: the smallest.
+        plain_condition_number: of ``H + λ``, without P.
+        promised: the largest eigenvalue that a `LowRank` P promises; None for others.
+        proven: P's own lower bound of the smallest.
+        rank: of a `LowRank` P; None for others.
+        terms: how many terms a `LowRank` P was made from; None for others.
+        num_terms: of H.
+        num_products: spent on measuring.
+        num_term_products: terms gone through in them.
+    """
+
+    largest: Estimate
+    smallest: Estimate
+    plain_condition_number: float
+    promised: float | None
+    proven: float
+    rank: int | None
+    terms: int | None
+    num_terms: int
+    num_products: int
+    num_term_products: int
+
+    @property
+    def condition_number(self) -> float:
+        """Largest over smallest eigenvalue of ``P⁻¹(H + λ)``, as far as they were measured."""
+        return self.largest.value / self.smallest.value if self.smallest.value > 0 else math.inf
+
+    @property
+    def improves(self) -> bool:
+        """Whether the condition number is smaller with P than without."""
+        return self.condition_number < self.plain_condition_number
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong with P, with numbers; empty if nothing is."""
+        found = []
+        if self._misses:
+            found.append(
+                f"the largest eigenvalue of P⁻¹(H + λ) is {self.largest.value:.3g}, where rank {self.rank} promises "
+                f"{self.promised:.3g}: P misses top eigenvectors of H"
+            )
+        if self._contradicts:
+            found.append(
+                f"the smallest eigenvalue of P⁻¹(H + λ) is {self.smallest.value:.3g}, below the {self.proven:.3g} "
+                "proven for the operator that P was made from: this is another one, or its products are inaccurate"
+            )
+        elif self._invents:
+            found.append(
+                f"the smallest eigenvalue of P⁻¹(H + λ) is {self.smallest.value:.3g}, far below 1: P has curvature "
+                "that H does not have"
+            )
+        if not self.improves:
+            found.append(
+                f"the condition number is {self.condition_number:.3g} with P, and without it "
+                f"{self.plain_condition_number:.3g}"
+            )
+        return tuple(found)
+
+    @property
+    def remedy(self) -> str | None:
+        """What the problems come from and what to do about them; None if there are none."""
+        if not self.problems:
+            return None
+        if self.terms is None or self._contradicts:
+            return "Make P from this operator, or solve without it"
+        if not (self._misses or self._invents):
+            return "Solve without P, or with a larger rank"
+        cause, more = "P's eigenvectors have not converged", "more products (for Nyström, a larger rank)"
+        if self.terms < self.num_terms:
+            cause = f"{self.terms:,} of {self.num_terms:,} terms are too few to make P from, or {cause}"
+            more = f"more terms, or {more}"
+        return f"Most likely {cause}. Use {more}"
+
+    @property
+    def _misses(self) -> bool:
+        return self.promised is not None and self.largest.value > _MUCH_LARGER * self.promised
+
+    @property
+    def _contradicts(self) -> bool:
+        return self.smallest.value < (1 - _RESOLVED) * self.proven
+
+    @property
+    def _invents(self) -> bool:
+        return self.smallest.value < _FAR_BELOW
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        sentences = [
+            f"P brings the condition number from {self.plain_condition_number:.3g} to {self.condition_number:.3g}; the "
+            f"eigenvalues of P⁻¹(H + λ) lie between {self.smallest.value:.3g} and {self.largest.value:.3g}",
+        ]
+        if self.remedy is not None:
+            sentences += ["But " + "; and ".join(self.problems), self.remedy]
+        return ". ".join(sentences) + "."
+
+    def __str__(self) -> str:
+        return self.verdict
+
+
+def measure_quality(
+    preconditioner: Preconditioner,
+    operator: LinearOperator,
+    *,
+    generator: torch.Generator,
+    products: int = 16,
+    lambda_max: float | None = None,
+) -> Quality:
+    """Measure both ends of the spectrum of ``P⁻¹(H + λ)``, and of ``H + λ`` beside it.
+
+    Args:
+        preconditioner: P.
+        operator: H, undamped: the one that will be solved with, or a subset for which P was not made.
+        generator: draws the starts of Lanczos.
+        products: products spent on P, and as many again on ``H + λ``.
+        lambda_max: λmax of H, if known: then nothing is spent on ``H + λ``, whose condition number is taken to be
+            (λmax + λ)/λ.
+    """
+    if isinstance(operator, Damped):
+        raise OptionError("measure with the operator itself; pass `damped.operator`")
+    if products < 2:
+        raise OptionError(f"products is {products}; Lanczos needs at least 2 to see two ends of a spectrum")
+    system = Damped(operator, preconditioner.damping)
+    made = preconditioner.for_operator(operator) if isinstance(preconditioner, LowRank) else None
+    found = _ends(Preconditioned(system, preconditioner), products, generator)
+    spent = found.num_products
+    if lambda_max is None:
+        plain = _ends(system, products, generator)
+        spent += plain.num_products
+        plain_condition = plain.lambda_max.value / max(float(plain.eigenvalues[-1]), system.damping)
+    else:
+        plain_condition = (lambda_max + system.damping) / system.damping
+    return Quality(
+        largest=found.lambda_max,
+        smallest=Estimate(float(found.eigenvalues[-1]), float(found.residuals[-1])),
+        plain_condition_number=plain_condition,
+        promised=None if made is None else made.promised_largest,
+        proven=preconditioner.smallest if made is None else made.smallest,
+        rank=None if made is None else made.rank,
+        terms=None if made is None else made.terms,
+        num_terms=operator.num_terms,
+        num_products=spent,
+        num_term_products=spent * operator.num_terms,
+    )
+
+
+def _ends(operator: LinearOperator, products: int, generator: torch.Generator) -> LanczosResult:
+    # A stream of its own: from the seed that P was drawn with, Lanczos would start where P is exact.
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    own = torch.Generator(generator.device).manual_seed(seed)
+    return lanczos(operator, generator=own, max_products=products, tolerance=_NEVER)
