@@ -1,5 +1,6 @@
 """What is measured of an operator's spectrum, each number with its error. See `estimate_spectrum`."""
 
+from whence.spectrum.density import Density, spectral_density
 from whence.spectrum.estimate import Estimate
 from whence.spectrum.lanczos import LanczosResult, lanczos
 from whence.spectrum.moments import (
@@ -10,9 +11,12 @@ from whence.spectrum.moments import (
 )
 from whence.spectrum.sketch import SketchResult, sketch
 from whence.spectrum.summary import Spectrum, estimate_spectrum
+from whence.spectrum.surrogate import Iterations
 
 __all__ = [
+    "Density",
     "Estimate",
+    "Iterations",
     "LanczosResult",
     "SketchResult",
     "Spectrum",
@@ -21,6 +25,7 @@ __all__ = [
     "lanczos",
     "sampling_constant",
     "sketch",
+    "spectral_density",
     "trace_and_frobenius_from_gradients",
     "trace_from_quadratic_forms",
 ]

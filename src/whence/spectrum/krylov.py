@@ -13,6 +13,7 @@ start is given, the whole of T matters, and columns run side by side.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ from whence.operators import LinearOperator
 from whence.progress import ticker
 from whence.vectors import ParamVector
 
-__all__ = ["Krylov", "krylov_space", "nonzero_norms"]
+__all__ = ["Krylov", "krylov_space", "krylov_spaces", "nonzero_norms"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Krylov:
 
     def coefficients(self, dampings: Tensor) -> Tensor:
         """``‖g‖ (T + λ)⁻¹ e₁``: u_λ in the basis, ``[dampings, columns, k]``."""
-        values, vectors = torch.linalg.eigh(self._tridiagonal())
+        values, vectors = torch.linalg.eigh(self.tridiagonal())
         shifted = vectors[:, 0] / (values + dampings.reshape(-1, 1, 1))
         return self.norms.unsqueeze(1) * torch.einsum("cki,lci->lck", vectors, shifted)
 
@@ -76,9 +77,13 @@ class Krylov:
         """``wᵀQ``, ``[columns, k, functionals]``."""
         return torch.stack([vectors.gram(functionals).cpu() for vectors in self.basis], dim=1)
 
-    def dimension_bounds(self, dampings: Tensor) -> tuple[Tensor, Tensor]:
-        """Below and above ``gᵀH(H + λ)⁻¹g``, by the rules of Gauss-Radau and Gauss, each ``[dampings, columns]``."""
-        T, beta = self._tridiagonal(), self.off_diagonal[:, -1]
+    def gauss(self) -> tuple[Tensor, Tensor]:
+        """Nodes, rising, and weights with ``Σ weight·f(node) ≈ gᵀf(H)g``, each ``[columns, k]``, by Gauss' rule."""
+        return self._rule(self.tridiagonal())
+
+    def radau(self) -> tuple[Tensor, Tensor]:
+        """The same with one more node, at zero: the rule of Gauss-Radau, each ``[columns, k + 1]``."""
+        T, beta = self.tridiagonal(), self.off_diagonal[:, -1]
         columns, k = self.diagonal.shape
         values = torch.linalg.eigvalsh(T)
         # A node at zero needs T positive definite; where it is singular to rounding, the node goes just below.
@@ -88,16 +93,23 @@ class Krylov:
         longer = torch.nn.functional.pad(T, (0, 1, 0, 1))
         longer[:, k - 1, k] = longer[:, k, k - 1] = beta
         longer[:, k, k] = node + beta.square() * torch.linalg.solve(shifted, last.expand(columns, k))[:, -1]
-        lower, upper = self._quadrature(longer, dampings), self._quadrature(T, dampings)
+        return self._rule(longer)
+
+    def dimension_bounds(self, dampings: Tensor) -> tuple[Tensor, Tensor]:
+        """Below and above ``gᵀH(H + λ)⁻¹g``, by the rules of Gauss-Radau and Gauss, each ``[dampings, columns]``."""
+
+        def kept(nodes: Tensor, weights: Tensor) -> Tensor:
+            return torch.sum(weights * nodes / (nodes + dampings.reshape(-1, 1, 1)), dim=-1)
+
+        lower, upper = kept(*self.radau()), kept(*self.gauss())
         return torch.minimum(lower, upper), upper
 
-    def _quadrature(self, matrix: Tensor, dampings: Tensor) -> Tensor:
+    def _rule(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         nodes, vectors = torch.linalg.eigh(matrix)
-        nodes = nodes.clamp_min(0.0)
-        kept = nodes / (nodes + dampings.reshape(-1, 1, 1))
-        return self.norms.square() * torch.sum(vectors[:, 0].square() * kept, dim=-1)
+        return nodes.clamp_min(0.0), self.norms.square().unsqueeze(1) * vectors[:, 0].square()
 
-    def _tridiagonal(self) -> Tensor:
+    def tridiagonal(self) -> Tensor:
+        """T, ``[columns, k, k]``."""
         beside = torch.diag_embed(self.off_diagonal[:, :-1], offset=1)
         return torch.diag_embed(self.diagonal) + beside + beside.transpose(1, 2)
 
@@ -144,6 +156,18 @@ def krylov_space(operator: LinearOperator, starts: ParamVector, *, max_products:
     return Krylov(
         tuple(basis), torch.stack(diagonal, 1).cpu(), torch.stack(off_diagonal, 1).cpu(), norms.cpu()
     )
+
+
+def krylov_spaces(
+    operator: LinearOperator, starts: ParamVector, *, max_products: int, budget: int
+) -> Iterator[Krylov]:
+    """Krylov spaces of a block's columns, as many at a time as have their bases within ``budget`` bytes."""
+    columns = starts.unstack()
+    at_once = max(1, budget // (max_products * columns[0].nbytes))
+    for start in range(0, len(columns), at_once):
+        yield krylov_space(
+            operator, ParamVector.stack(columns[start : start + at_once]), max_products=max_products
+        )
 
 
 def _rounding(vector: ParamVector) -> float:

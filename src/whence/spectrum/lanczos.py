@@ -28,6 +28,8 @@ __all__ = ["LanczosResult", "lanczos"]
 #: The basis is kept while it takes less than this.
 BASIS_BUDGET = 2 * 2**30
 _FEWEST_PRODUCTS = 8
+#: A Ritz value whose residual is less than this part of the distance to its neighbours is an eigenvalue.
+_FOUND = 0.02
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class LanczosResult:
         lambda_max: largest Ritz value, with the residual-based bound of its error as standard error.
         eigenvalues: Ritz values, largest first, spurious copies left out.
         residuals: an eigenvalue lies within ``residuals[i]`` of ``eigenvalues[i]``.
+        weights: how many eigenvalues each of them stands for, adding up to the dimension of the space: the start's
+            share in its vector, or 1 for those that were found (their residual is a fraction of the distance to the
+            next).
         num_products: products spent.
         top_vector: unit Ritz vector of the largest, where the basis was kept or the vector asked for.
     """
@@ -45,6 +50,7 @@ class LanczosResult:
     lambda_max: Estimate
     eigenvalues: Tensor
     residuals: Tensor
+    weights: Tensor
     num_products: int
     top_vector: ParamVector | None = None
 
@@ -111,13 +117,27 @@ def lanczos(
     if not keep_basis:
         genuine = _not_spurious(diagonal, off_diagonal, values)
     residuals = (beta * vectors[-1].abs())[genuine].flip(0)
+    weights = _weights(
+        values[genuine].flip(0), residuals, vectors[0].square()[genuine].flip(0), current.numel
+    )
     products, top = len(diagonal), None
     if keep_basis:
         top = _combine(basis, vectors[:, -1])
     elif want_vector:
         top = _second_pass(operator, replay, diagonal, off_diagonal, vectors[:, -1])
         products *= 2
-    return LanczosResult(Estimate(top_value, error), values[genuine].flip(0), residuals, products, top)
+    return LanczosResult(
+        Estimate(top_value, error), values[genuine].flip(0), residuals, weights, products, top
+    )
+
+
+def _weights(values: Tensor, residuals: Tensor, shares: Tensor, dimension: int) -> Tensor:
+    """How many eigenvalues each Ritz value stands for; those from the top that were found count once."""
+    gaps = torch.nn.functional.pad(-values.diff(), (1, 1), value=math.inf)
+    found = (residuals < _FOUND * torch.minimum(gaps[1:], gaps[:-1])).long().cumprod(0).bool()
+    rest = shares.masked_fill(found, 0.0)
+    left = max(dimension - int(found.sum()), 0)
+    return torch.where(found, 1.0, rest * (left / max(float(rest.sum()), 1e-300)))
 
 
 def _tridiagonal(diagonal: list[float], off_diagonal: list[float]) -> Tensor:

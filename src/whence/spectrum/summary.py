@@ -13,8 +13,9 @@ from torch import Tensor
 
 from whence.errors import OptionError, SolverError, WhenceWarning
 from whence.operators import Damped, LinearOperator
+from whence.spectrum.density import Density
 from whence.spectrum.estimate import Estimate
-from whence.spectrum.lanczos import lanczos
+from whence.spectrum.lanczos import LanczosResult, lanczos
 from whence.spectrum.moments import (
     directional_constant,
     frobenius_from_products,
@@ -22,7 +23,6 @@ from whence.spectrum.moments import (
     trace_and_frobenius_from_gradients,
     trace_from_quadratic_forms,
 )
-from whence.vectors import ParamVector
 
 __all__ = ["Spectrum", "estimate_spectrum"]
 
@@ -40,6 +40,7 @@ class Spectrum:
         eigenvalues: the top of the spectrum, largest first, or None.
         num_parameters: dimension of the space, or None if unknown.
         seconds_per_term: seconds of a sampled product per term, or None if not measured.
+        weights: how many eigenvalues each of `eigenvalues` stands for, or None.
     """
 
     trace: Estimate
@@ -50,6 +51,28 @@ class Spectrum:
     num_parameters: int | None = None
     seconds_per_term: float | None = None
     top_sampling_constant: Estimate | None = None
+    weights: Tensor | None = None
+
+    @property
+    def density(self) -> Density | None:
+        """A coarse spectral density, for nothing: Lanczos' own quadrature, made to agree with the measured trace.
+
+        Of a single random start and a few products: good for predicting costs. `whence.spectrum.spectral_density` takes
+        several starts and tells its error. None where Lanczos was not run.
+        """
+        if self.eigenvalues is None or self.weights is None or self.num_parameters is None:
+            return None
+        nodes, weights = self.eigenvalues.clamp_min(0.0), self.weights.clone()
+        found = weights == 1.0
+        carried = float((nodes * weights)[~found].sum())
+        missing = self.trace.value - float(nodes[found].sum())
+        if carried > 0 and missing > 0:
+            weights = torch.where(found, weights, weights * (missing / carried))
+        rest = max(self.num_parameters - float(weights.sum()), 0.0)
+        nodes, weights = (
+            torch.cat([part, part.new_tensor([x])]) for part, x in ((nodes, 0.0), (weights, rest))
+        )
+        return Density(nodes.unsqueeze(0), weights.unsqueeze(0), found=int(found.sum()))
 
     @property
     def safe_constant(self) -> float:
@@ -129,9 +152,8 @@ def estimate_spectrum(
             f"the trace of the operator is {trace.value:.3g}: the outputs do not depend on the selected "
             "parameters, or the model is certain of every answer. There is no curvature to work with"
         )
-    lambda_max, eigenvalues, top_vector = _top(
-        operator, min(lanczos_terms, terms), max_products, frobenius, generator
-    )
+    lambda_max, top = _top(operator, min(lanczos_terms, terms), max_products, frobenius, generator)
+    assert top.top_vector is not None
     constant, top_constant, seconds = None, None, None
     if measure_constant and terms > 1:
         started = time.perf_counter()
@@ -141,7 +163,7 @@ def estimate_spectrum(
         top_constant = directional_constant(
             operator,
             trace,
-            top_vector,
+            top.top_vector,
             lambda_max.value,
             probes=pairs,
             batch_size=batch,
@@ -152,10 +174,11 @@ def estimate_spectrum(
         frobenius,
         lambda_max,
         constant,
-        eigenvalues,
+        top.eigenvalues,
         operator.zeros().numel,
         seconds,
         top_constant,
+        top.weights,
     )
     for problem in spectrum.inconsistencies():
         warnings.warn(
@@ -180,7 +203,7 @@ def _moments(
 
 def _top(
     operator: LinearOperator, terms: int, max_products: int, frobenius: Estimate, generator: torch.Generator
-) -> tuple[Estimate, Tensor, ParamVector]:
+) -> tuple[Estimate, LanczosResult]:
     whole = terms >= operator.num_terms
     found = lanczos(
         operator if whole else operator.subset(terms, generator),
@@ -190,7 +213,7 @@ def _top(
     )
     assert found.top_vector is not None
     if whole:
-        return found.lambda_max, found.eigenvalues, found.top_vector
+        return found.lambda_max, found
     rounds = 8
     held_out = Estimate.from_samples(
         [
@@ -200,7 +223,7 @@ def _top(
     )
     high = max(min(found.lambda_max.value, frobenius.upper()), held_out.value)
     error = max((high - held_out.value) / 2, held_out.stderr, found.lambda_max.stderr)
-    return Estimate(0.5 * (high + held_out.value), error), found.eigenvalues, found.top_vector
+    return Estimate(0.5 * (high + held_out.value), error), found
 
 
 def _relative(estimate: Estimate) -> float:

@@ -14,7 +14,7 @@ Nothing here retrains anything. A ranking that no longer changes with λ is not 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,18 +22,17 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
+from whence.attribution.sweep import aligned, damping_grid
 from whence.errors import OptionError, VectorError
 from whence.operators import Damped, LinearOperator
-from whence.plan import Plan, check_damping, resolve_damping
+from whence.plan import Plan, check_damping
 from whence.solvers.base import check_right_hand_side
 from whence.spectrum import Spectrum, estimate_spectrum
-from whence.spectrum.krylov import Krylov, krylov_space, nonzero_norms
+from whence.spectrum.krylov import Krylov, krylov_spaces, nonzero_norms
 from whence.vectors import ParamVector
 
 __all__ = ["DampingSweep", "damping_sweep"]
 
-#: λmax/λ of the default sweep.
-CONDITION_NUMBERS = (2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0)
 #: Columns run side by side while their bases together take less than this.
 BASIS_BUDGET = 2 * 2**30
 #: Rankings that agree by this much count as the same.
@@ -166,12 +165,10 @@ class DampingSweep:
                 *(f"{float(a):.3f}".replace("nan", "–") for a in (following, self.agreement[i, self.chosen])),
             )
             rows.append(cells)
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
         notes = f"* chosen   {self.measure} agreement   {self.num_products:,} products of {self.worked_terms:,} terms"
         if not bool(self.converged.all()):
             notes += f"   ! not converged: residual above {self.tolerance:g}"
-        return "\n".join([*lines, notes, self.recommended()])
+        return "\n".join([*aligned(rows), notes, self.recommended()])
 
 
 def damping_sweep(
@@ -218,7 +215,7 @@ def damping_sweep(
     _check_options(operator, rhs, functionals, dampings, chosen, max_products, probes, max_terms, tolerance)
     if spectrum is None:
         spectrum = estimate_spectrum(operator, generator=generator)
-    grid, position = _grid(dampings, chosen, spectrum)
+    grid, position = damping_grid(dampings, chosen, spectrum)
     plans = tuple(Plan.tuned(spectrum, value, num_terms=operator.num_terms) for value in grid.tolist())
     paper = [
         Plan.from_spectrum(spectrum, value, C=spectrum.safe_constant, chains=1) for value in grid.tolist()
@@ -226,13 +223,13 @@ def damping_sweep(
     fixed = operator if operator.num_terms <= max_terms else operator.subset(max_terms, generator)
     signs = ParamVector.stack([operator.zeros().rademacher_like(generator) for _ in range(probes)])
     products, steps, bounds = 0, 0, []
-    for space in _spaces(fixed, signs, max_products):
+    for space in krylov_spaces(fixed, signs, max_products=max_products, budget=BASIS_BUDGET):
         bounds.append(space.dimension_bounds(grid))
         products += space.num_products
     lower, upper = (torch.cat(parts, dim=1) for parts in zip(*bounds, strict=True))
     del signs
     residuals, scores, likeness = [], [], []
-    for space in _spaces(fixed, rhs, max_products):
+    for space in krylov_spaces(fixed, rhs, max_products=max_products, budget=BASIS_BUDGET):
         weights, residual = space.coefficients(grid), space.residuals(grid)
         products += space.num_products + _confirm(space, fixed, grid, residual, tolerance)
         residuals.append(residual)
@@ -306,37 +303,6 @@ def _check_options(
             )
         if not functionals.is_finite():
             raise VectorError("a functional holds NaN or infinity; check the examples it comes from")
-
-
-def _grid(
-    dampings: Sequence[float | str] | Tensor | None, chosen: float | str, spectrum: Spectrum
-) -> tuple[Tensor, int]:
-    """All λ, falling, each once; and where the chosen one stands."""
-    top = spectrum.lambda_max.value
-    if dampings is None:
-        values = [top / kappa for kappa in CONDITION_NUMBERS]
-    else:
-        values = [
-            resolve_damping(value if isinstance(value, str) else float(value), spectrum) for value in dampings
-        ]
-    kept = [resolve_damping(chosen, spectrum)]
-    for value in values:
-        if all(abs(value - other) > 1e-9 * other for other in kept):
-            kept.append(value)
-    if len(kept) < 2:
-        raise OptionError(f"dampings hold {kept[0]:.3g} alone; give at least two different values to compare")
-    grid = sorted(kept, reverse=True)
-    return torch.tensor(grid, dtype=torch.float64), grid.index(kept[0])
-
-
-def _spaces(operator: LinearOperator, starts: ParamVector, max_products: int) -> Iterator[Krylov]:
-    """Krylov spaces of a block's columns, as many at a time as fit in the budget."""
-    columns = starts.unstack()
-    at_once = max(1, BASIS_BUDGET // (max_products * columns[0].nbytes))
-    for start in range(0, len(columns), at_once):
-        yield krylov_space(
-            operator, ParamVector.stack(columns[start : start + at_once]), max_products=max_products
-        )
 
 
 def _confirm(
