@@ -156,6 +156,30 @@ class Plan:
         plan = cls.from_spectrum(spectrum, damping, C=spectrum.safe_constant, chains=chains).refined(refine)
         return plan._within(num_terms)
 
+    @classmethod
+    def preconditioned(
+        cls, spectrum: Spectrum, *, smallest: float = 1.0, num_terms: int | None = None, chains: int = 4
+    ) -> Plan:
+        """The plan for steps through a preconditioner P, in its coordinates, where ``H`` is ``P^(-1/2)HP^(-1/2)``.
+
+        The system there is ``P^(-1/2)(H + λ)P^(-1/2)``. As ``P ≽ λ``, its eigenvalues are at most λmax + 1, and at
+        least ``smallest``, which takes the place of λ:
+
+            η = 1 / (λmax + 1),      |B| ≥ C·Tr / λmax,      T = 2 / (η·smallest),      T·|B| ≈ 2C·Tr(P⁻¹H)
+
+        Args:
+            spectrum: of ``P^(-1/2)HP^(-1/2)``, measured: its C is not that of H.
+            smallest: the smallest eigenvalue of ``P⁻¹(H + λ)``; about 1 for a good low-rank P.
+            num_terms: of the data, where a batch must stay within them.
+            chains: independent runs.
+        """
+        if not 0 < smallest <= 1:
+            raise OptionError(f"smallest is {smallest}; an eigenvalue of P⁻¹(H + λ) in (0, 1] is needed")
+        plan = cls.from_spectrum(spectrum, smallest, C=spectrum.safe_constant, chains=chains)
+        step = 1 / (spectrum.lambda_max.upper() + 1)
+        plan = plan.replace(step_size=step, num_steps=max(1, _ceil(2 / (smallest * step))))
+        return plan if num_terms is None else plan._within(num_terms)
+
     def _within(self, num_terms: int) -> Plan:
         """The same with batches of at most ``num_terms``, and steps short enough for them."""
         if self.batch_size <= num_terms:

@@ -1,6 +1,9 @@
 """Solvers of ``(H + λ)u = g``, each in its own file, all returning a `Solution`."""
 
 from whence.solvers.base import Solution, Solver
+from whence.solvers.certificate import Certificate
+from whence.solvers.cg import ConjugateGradient
+from whence.solvers.cg_state import CGState
 from whence.solvers.lissa import Lissa
 
-__all__ = ["Lissa", "Solution", "Solver"]
+__all__ = ["CGState", "Certificate", "ConjugateGradient", "Lissa", "Solution", "Solver"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from whence.errors import VectorError
 from whence.operators import Damped
 from whence.plan import Plan
+from whence.solvers.certificate import Certificate
 from whence.spectrum import Estimate
 from whence.vectors import ParamVector
 
@@ -33,6 +34,8 @@ class Solution:
         events: what the solver had to change on the way, in words.
         plan: the settings in force at the end.
         paths: gᵀu along every chain, ``[chains, steps, columns]``: what the way looked like.
+        certificate: proven bounds of the error, where the solver has them.
+        score_rms: ``‖u‖_H`` per column, where the solver knows it: the root mean square of the scores.
     """
 
     value: ParamVector
@@ -45,6 +48,8 @@ class Solution:
     events: tuple[str, ...] = field(default=())
     plan: Plan | None = None
     paths: Tensor | None = None
+    certificate: Certificate | None = None
+    score_rms: Tensor | None = None
 
     @property
     def stderr(self) -> ParamVector:

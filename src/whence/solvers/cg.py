@@ -1,0 +1,416 @@
+"""Conjugate gradients for ``(H + λ)u = g``: one Krylov space for all right-hand sides, and proven bounds of the error.
+
+A = H + λ, P a preconditioner or the identity. On top of `BlockLanczos`, with its α and β, a block LDLᵀ of T:
+
+    d_j = α_j - β_j d_{j-1}⁻¹ β_jᵀ,      S_j = Z_j - S_{j-1} d_{j-1}⁻¹ β_jᵀ,      x_j = x_{j-1} + S_j d_j⁻¹ ζ_j
+    ζ_{j+1} = -β_{j+1} d_j⁻¹ ζ_j,      g - A x_j = V_{j+1} ζ_{j+1},      ‖e_{j-1}‖²_A - ‖e_j‖²_A = diag(ζ_jᵀ d_j⁻¹ ζ_j)
+
+with ``ζ_1 = β_0``, e_j the error of x_j, and ``‖e‖²_A = eᵀAe``; `whence.solvers.certificate` bounds what is left of it.
+A block of q shares one space: every product adds q directions to it for all of them, so that fewer products do than
+for a single right-hand side. Small matrices are float64, whatever the vectors are.
+
+Memory, in vectors of the parameters' size, for each right-hand side and beside the model: g, x, the last two blocks V,
+S, and two more during a step; with a preconditioner P⁻¹V, and three. The product that verifies takes two blocks more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from whence.errors import OptionError, VectorError
+from whence.operators import Damped
+from whence.preconditioners import Preconditioner
+from whence.progress import ticker
+from whence.solvers.base import Solution, Solver, check_right_hand_side
+from whence.solvers.block_lanczos import BlockLanczos, as_block, column_dots, finite, rounding_of
+from whence.solvers.certificate import BlockTridiagonal, Certificate, cholesky
+from whence.solvers.cg_state import CGState
+from whence.vectors import ParamVector
+
+__all__ = ["CGState", "ConjugateGradient"]
+
+#: Eigenvalues are believed to so many roundings of the products.
+_MARGIN = 64.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConjugateGradient(Solver):
+    """Conjugate gradients until the scores are proven to be right to a tolerance.
+
+    The stopping rule is about scores. An error e of the solution changes the score of an example z by ``∇ℓ(z)ᵀe``, and
+    ``E_z (∇ℓ(z)ᵀe)² = eᵀHe ≤ ‖e‖²_A`` when labels are drawn from the model; the scores' own mean square is
+    ``E_z (∇ℓ(z)ᵀu)² = ‖u‖²_H``. So ``‖e‖_A ≤ tolerance · ‖u‖_H`` bounds the root-mean-square error of the scores
+    relative to the scores. The left side is the proven upper bound; on the right, ``‖u‖²_H = gᵀu - rᵀu - λ‖u‖²`` with
+    the residual r.
+
+    Args:
+        tolerance: the relative error of the scores, in root mean square, to stop at.
+        max_iterations: products to spend at most, one more for a start and one to verify not counted.
+        subset: solve on a fixed random subset of so many terms; the certificate is about the subset's solution.
+        preconditioner: P ≈ H + λ. Its `smallest` must hold for the operator that is solved with. For a subset drawn
+            here it cannot, and the error's bound is then ``‖r‖/√λ``.
+        largest: an upper bound of the eigenvalues of the H that is solved with: bounds the error from below for free,
+            and tells how far rounding goes, which a preconditioner hides.
+        verify: spend one more product, with x and the next block of the basis: it measures the residual, which shows
+            the errors of inexact products, and bounds the error from below.
+
+    Example:
+        >>> from whence import Damped, Dense, ParamVector
+        >>> A = Damped(Dense(torch.diag(torch.tensor([1.0, 0.1, 0.0]))), 0.1)
+        >>> g = torch.Generator().manual_seed(0)
+        >>> solution = ConjugateGradient(tolerance=1e-3).solve(A, ParamVector({"x": torch.ones(3)}), generator=g)
+        >>> solution.value["x"]
+        tensor([ 0.9091,  5.0000, 10.0000])
+        >>> bool(solution.converged)
+        True
+    """
+
+    tolerance: float = 0.1
+    max_iterations: int = 100
+    subset: int | None = None
+    preconditioner: Preconditioner | None = None
+    largest: float | None = None
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tolerance < math.inf:
+            raise OptionError(f"tolerance is {self.tolerance}; give a positive number, such as 0.1")
+        if self.max_iterations < 1:
+            raise OptionError(f"max_iterations is {self.max_iterations}; it must be at least 1")
+        if self.subset is not None and self.subset < 1:
+            raise OptionError(f"subset is {self.subset}; give a number of terms, or None for all data")
+        if self.largest is not None and not 0 < self.largest < math.inf:
+            raise OptionError(f"largest is {self.largest}; give an upper bound of H's eigenvalues, or None")
+        if self.preconditioner is not None and not isinstance(self.preconditioner, Preconditioner):
+            raise OptionError(
+                f"the preconditioner is a {type(self.preconditioner).__name__}; give a Preconditioner, or None"
+            )
+
+    # --- solving -----------------------------------------------------------------------------------------
+
+    def solve(
+        self,
+        A: Damped,
+        rhs: ParamVector,
+        *,
+        generator: torch.Generator,
+        start: ParamVector | None = None,
+        state: CGState | None = None,
+        on_iteration: Callable[[CGState], bool | None] | None = None,
+    ) -> Solution:
+        """Solve ``A u = g`` for one right-hand side, or for a block of them together.
+
+        Args:
+            A: the damped operator.
+            rhs: g.
+            generator: draws the subset, if there is one.
+            start: x₀, of the right-hand side's form; zero by default. Costs a product.
+            state: a solve of the same system to go on with, as ``on_iteration`` was given it.
+            on_iteration: called after every iteration with the state, which it may save; True stops the solve.
+
+        Returns:
+            A `Solution` of one chain with a `Certificate`. Nothing is random, so ``residual_stderr`` is zero; the
+            residual is the measured one with ``verify``, else the recurrence's. Products count whole blocks.
+        """
+        self._check(A, rhs, start)
+        whole, origin = A, generator.get_state()
+        if state is not None and state.generator is not None:
+            origin = state.generator
+            generator.set_state(origin)
+        if self.subset is not None:
+            A.check_batch_size(self.subset)
+            A = A.subset(self.subset, generator)
+        if state is None:
+            state = self.begin(A, rhs, start)
+            state.events += self._reservations(whole.num_terms)
+            state.generator = origin
+        else:
+            whole.operator.restore_state(state.operator)
+
+        def after(state: CGState) -> bool:
+            state.operator = whole.operator.state()  # a subset's products share the memory of the whole
+            return on_iteration is not None and bool(on_iteration(state))
+
+        self.advance(A, rhs, state, on_iteration=after)
+        return self.finish(A, rhs, state)
+
+    def begin(self, A: Damped, rhs: ParamVector, start: ParamVector | None = None) -> CGState:
+        """The state before the first iteration. Costs a product if there is a start."""
+        g = as_block(rhs)
+        x, residual = g.zeros_like(), g
+        if start is not None:
+            x.copy_(as_block(start)).scale_((column_dots(g, g) > 0).double())  # g = 0 has the solution 0
+            residual = finite(A.matvec(x)).scale_(-1.0).axpy_(1.0, g)
+        lanczos, zeta, left_out = BlockLanczos.begin(residual, self.preconditioner)
+        lanczos.norm = 0.0 if self.largest is None else self.largest + A.damping
+        state = CGState.begin(x, lanczos, zeta, left_out.diagonal().clamp_min(0.0).sqrt())
+        state.trusted = self.preconditioner is None or self.subset is None
+        state.products = int(start is not None)
+        zero = torch.zeros_like(state.energy)
+        self._bound(A, g, state, decrease=zero, length=zero)
+        return state
+
+    def advance(
+        self,
+        A: Damped,
+        rhs: ParamVector,
+        state: CGState,
+        *,
+        until: int | None = None,
+        on_iteration: Callable[[CGState], bool | None] | None = None,
+    ) -> None:
+        """Go on until the tolerance is met or the iterations are spent, or to iteration ``until``."""
+        g = as_block(rhs)
+        limit = self.max_iterations if until is None else min(until, self.max_iterations)
+        with ticker("conjugate gradients", self.max_iterations, done=state.iteration) as tick:
+            while state.iteration < limit and not self.done(state):
+                self._step(A, g, state)
+                tick()
+                if on_iteration is not None and on_iteration(state):
+                    state.events.append(f"Stopped by the caller after {state.iteration} iterations.")
+                    break
+
+    def done(self, state: CGState) -> bool:
+        """Whether the tolerance is met, or no step can help: all that is left is rounding, or A is not positive."""
+        met = bool((state.upper <= self.tolerance * state.score_rms).all())
+        return met or state.rounded or state.lanczos.current is None or state.failed
+
+    def _step(self, A: Damped, g: ParamVector, state: CGState) -> None:
+        S, left_out = state.lanczos.step(A, self.preconditioner)
+        state.products += 1
+        T = state.lanczos.T
+        pivot = T.diagonal[-1]
+        if state.pivot is not None and state.direction is not None:
+            ratio = torch.cholesky_solve(T.below[-2].T, state.pivot)  # d⁻¹βᵀ
+            pivot = pivot - T.below[-2] @ ratio
+            S = S.clone().axpy_(-1.0, state.direction.mix(ratio))
+        factor = cholesky(pivot)
+        if factor is None:
+            state.fail("A direction without positive curvature was met", A.damping)
+            return
+        step = torch.cholesky_solve(state.zeta, factor)
+        state.iterate.axpy_(1.0, S.mix(step))
+        decrease = torch.sum(state.zeta * step, dim=0)
+        state.direction, state.pivot, state.zeta = S, factor, -T.below[-1] @ step
+        state.left_out = state.left_out + torch.sum(step * (left_out @ step), dim=0).clamp_min(0.0).sqrt()
+        state.iteration += 1
+        state.path.append(column_dots(state.iterate, g).tolist())
+        self._bound(A, g, state, decrease=decrease, length=column_dots(S, S).sqrt() @ step.abs())
+
+    # --- bounds ------------------------------------------------------------------------------------------
+
+    def _smallest(self, A: Damped) -> float:
+        """μ, below all eigenvalues of P⁻¹A."""
+        return A.damping if self.preconditioner is None else self.preconditioner.smallest
+
+    def _node(self, A: Damped, g: ParamVector, state: CGState) -> float:
+        """μ, less what the rounding of products can do to an eigenvalue."""
+        smallest = self._smallest(A)
+        return smallest - min(_MARGIN * rounding_of(g) * state.lanczos.noise, 0.5 * smallest)
+
+    def _bound(self, A: Damped, g: ParamVector, state: CGState, *, decrease: Tensor, length: Tensor) -> None:
+        """What is proven about the iterate: the best of all bounds, an earlier one less the decrease since included.
+
+        Rounding changes the residual by ``‖A‖`` times the length of what was added to x, and by the length of what the
+        residual is made of; in both, columns may cancel.
+        """
+        x, V, T, zeta = state.iterate, state.lanczos.current, state.lanczos.T, state.zeta
+        weighted = zeta.square().sum(0)  # ‖r‖² in the norm of P⁻¹
+        square, along = weighted, torch.zeros_like(weighted)
+        parts = torch.zeros_like(weighted)
+        if V is not None:
+            along = torch.sum(zeta * V.gram(x, exact=True).cpu(), dim=0)
+            gram = V.gram(V, exact=True).cpu()
+            square = torch.sum(zeta * (gram @ zeta), dim=0)
+            parts = gram.diagonal().sqrt() @ zeta.abs()
+        state.residual = _relative(square, g)
+        state.score_rms = _score_rms(A, x, g, along)
+        length = state.lanczos.norm * torch.maximum(length, column_dots(x, x).sqrt()) + parts
+        state.rounding = torch.hypot(state.rounding, rounding_of(g) * length / math.sqrt(A.damping))
+        node, smallest = self._node(A, g, state), self._smallest(A)
+        if state.trusted and state.iteration and T.pivot(node) is None:
+            self._contradicted(A, state)
+            if state.failed:
+                return
+        candidates = [square / A.damping, state.energy * (1 + 8 * rounding_of(g)) - decrease]
+        if state.trusted:
+            candidates.append(weighted / smallest)
+            if V is not None and state.pivot is not None:
+                radau = T.energy(zeta, state.pivot, node)
+                candidates += [] if radau is None else [radau]
+        state.energy = torch.stack(candidates).amin(0).clamp_min(0.0)
+        state.slack = state.left_out / math.sqrt(smallest) + state.rounding
+        state.upper = state.energy.sqrt() + state.slack
+        state.lower = (self._from_largest(A, g, state, square).sqrt() - state.slack).clamp_min(0.0)
+
+    def _from_largest(self, A: Damped, g: ParamVector, state: CGState, square: Tensor) -> Tensor:
+        """A lower bound of ``‖e‖²_A`` that rests on `largest`."""
+        if self.largest is None or not state.capped:
+            return torch.zeros_like(square)
+        top = self.largest + A.damping
+        if self.preconditioner is not None or state.pivot is None or state.lanczos.current is None:
+            return square / top
+        node = top + _MARGIN * rounding_of(g) * state.lanczos.noise
+        energy = state.lanczos.T.energy(state.zeta, state.pivot, node, side=-1.0)
+        if energy is None:
+            state.capped = False
+            state.events.append(
+                f"Iteration {state.iteration} met an eigenvalue of H above largest = {self.largest:.4g}: the lower "
+                "bound that rests on it is given up."
+            )
+            return torch.zeros_like(square)
+        return energy
+
+    def _contradicted(self, A: Damped, state: CGState) -> None:
+        """T shows an eigenvalue below μ: bounds that rest on μ are void, the earlier ones, too."""
+        state.trusted = False
+        state.energy = torch.full_like(state.energy, math.inf)
+        if self.preconditioner is not None:
+            smallest = self.preconditioner.smallest
+            what = f"an eigenvalue of P⁻¹(H + λ) below the preconditioner's smallest = {smallest:.4g}"
+        elif state.lanczos.T.pivot(0.5 * A.damping) is not None:
+            what = f"less curvature than λ = {A.damping:.4g}: products are inexact, or H is not positive semi-definite"
+        else:
+            state.fail("An eigenvalue of H below -λ/2 was met", A.damping)
+            return
+        state.events.append(
+            f"Iteration {state.iteration} met {what}. The error is bounded by ‖r‖/√λ from here on."
+        )
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    def finish(self, A: Damped, rhs: ParamVector, state: CGState) -> Solution:
+        """The solution, which shares x with the state, and its certificate; with ``verify`` after one more product."""
+        g, single = as_block(rhs), rhs.columns is None
+        state = replace(state, events=list(state.events), lanczos=replace(state.lanczos))
+        was_met = state.upper <= self.tolerance * state.score_rms
+        if self.verify:
+            self._verify(A, g, state)
+        met = state.upper <= self.tolerance * state.score_rms
+        if bool((was_met & ~met).any()) and not state.failed:
+            state.events.append(
+                "The measured residual is larger than the recurrence's: products are inexact, or rounding has added "
+                "up. Solve again from here (start=solution.value), or in a higher precision."
+            )
+        elif state.rounded and not bool(met.all()):
+            state.events.append(
+                "All that is left of the error's bound is rounding, and that is above the tolerance: use a higher "
+                "precision."
+            )
+
+        def columns(numbers: Tensor) -> Tensor:
+            return numbers[0] if single else numbers
+
+        value = state.iterate.column(0) if single else state.iterate
+        return Solution(
+            value=value,
+            chains=(value,),
+            residual=columns(state.residual),
+            residual_stderr=columns(torch.zeros_like(state.residual)),
+            converged=columns(met),
+            num_products=state.products,
+            num_term_products=state.products * A.num_terms,
+            events=tuple(state.events),
+            paths=torch.tensor(state.path, dtype=torch.float64).reshape(1, len(state.path), len(met)),
+            certificate=Certificate(
+                lower=columns(state.lower),
+                upper=columns(state.upper),
+                damping=A.damping,
+                operator_terms=A.num_terms,
+                subset=self.subset is not None,
+            ),
+            score_rms=columns(state.score_rms),
+        )
+
+    def _verify(self, A: Damped, g: ParamVector, state: CGState) -> None:
+        """Measure the residual r by a product, and bound the error by it and by the next pivot."""
+        x, lanczos, q = state.iterate, state.lanczos, state.iterate.columns or 0
+        Z = None if state.failed else lanczos.weighted
+        probes = [*x.unstack(), *([] if Z is None else Z.unstack())]
+        product = finite(A.matvec(ParamVector.stack(probes)))
+        state.products += 1
+        residual = _part(product, 0, q).scale_(-1.0).axpy_(1.0, g)
+        state.residual = _relative(column_dots(residual, residual), g)
+        state.score_rms = _score_rms(A, x, g, column_dots(residual, x))
+        lower = state.lower
+        if Z is not None:
+            alpha = Z.gram(_part(product, q, len(probes)), exact=True).cpu()
+            lanczos.T = BlockTridiagonal([*lanczos.T.diagonal, 0.5 * (alpha + alpha.T)], lanczos.T.below)
+            pivot = lanczos.T.pivot()
+            if pivot is None:
+                state.fail("A direction without positive curvature was met", A.damping)
+            else:
+                gauss = torch.sum(state.zeta * torch.cholesky_solve(state.zeta, pivot), dim=0)
+                lower = torch.maximum(lower, gauss.sqrt())
+                if state.trusted and lanczos.T.pivot(self._node(A, g, state)) is None:
+                    self._contradicted(A, state)
+        if state.failed:
+            return
+        unseen = residual.clone()  # by the recurrence
+        if lanczos.current is not None:
+            unseen.axpy_(-1.0, lanczos.current.mix(state.zeta))
+        drift = self._energy_norm(A, unseen, state)
+        upper = torch.minimum(state.energy.sqrt() + drift, self._energy_norm(A, residual, state))
+        state.upper = upper + state.rounding
+        state.lower = torch.minimum((lower - drift - state.rounding).clamp_min(0.0), state.upper)
+
+    def _energy_norm(self, A: Damped, vector: ParamVector, state: CGState) -> Tensor:
+        """An upper bound of ``‖A⁻¹v‖_A``: ``‖v‖/√λ``, or ``‖v‖_{P⁻¹}/√μ`` where μ is known."""
+        plain = column_dots(vector, vector).sqrt() / math.sqrt(A.damping)
+        if self.preconditioner is None or not state.trusted:
+            return plain
+        weighted = column_dots(vector, self.preconditioner.solve(vector)).clamp_min(0.0).sqrt()
+        return torch.minimum(plain, weighted / math.sqrt(self.preconditioner.smallest))
+
+    # --- checks ------------------------------------------------------------------------------------------
+
+    def _check(self, A: Damped, rhs: ParamVector, start: ParamVector | None) -> None:
+        if not isinstance(A, Damped):
+            raise OptionError(
+                "conjugate gradients solve a damped system; wrap the operator: Damped(operator, damping)"
+            )
+        check_right_hand_side(A, rhs)
+        P = self.preconditioner
+        if P is not None and abs(P.damping - A.damping) > 1e-9 * A.damping:
+            raise OptionError(
+                f"the system's damping is {A.damping}, the preconditioner was made for {P.damping}; "
+                "make both from one value"
+            )
+        if P is not None and not 0 < P.smallest < math.inf:
+            raise OptionError(f"the preconditioner's smallest is {P.smallest}; it must be a positive number")
+        if start is not None:
+            A.zeros().check_same_space(start, "start")
+            if start.columns != rhs.columns:
+                raise VectorError(f"the start {start!r} has another form than the right-hand side {rhs!r}")
+            if not start.is_finite():
+                raise VectorError("the start holds NaN or infinity; leave it out to start from zero")
+
+    def _reservations(self, terms: int) -> list[str]:
+        if self.subset is None:
+            return []
+        said = [
+            f"Solved on {self.subset:,} of {terms:,} terms: the certificate is about the subset's solution."
+        ]
+        if self.preconditioner is not None:
+            said.append("The preconditioner was not made for this subset: the error is bounded by ‖r‖/√λ.")
+        return said
+
+
+def _part(block: ParamVector, start: int, stop: int) -> ParamVector:
+    return ParamVector({name: tensor[start:stop] for name, tensor in block.items()}, columns=stop - start)
+
+
+def _relative(square: Tensor, g: ParamVector) -> Tensor:
+    norm = column_dots(g, g).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    return square.clamp_min(0.0).sqrt() / norm
+
+
+def _score_rms(A: Damped, x: ParamVector, g: ParamVector, along: Tensor) -> Tensor:
+    """``‖x‖_H`` from ``xᵀHx = gᵀx - rᵀx - λ‖x‖²``, and not below the rounding of these."""
+    whole, damped = column_dots(x, g) - along, A.damping * column_dots(x, x)
+    return torch.maximum(whole - damped, rounding_of(x) * (whole.abs() + damped)).sqrt()
