@@ -8,6 +8,9 @@ hold N terms in all, the estimate
 
 has expectation ``H = (1/N) Σ_i J_i S_i J_iᵀ`` exactly. Dividing by the batch's own number of terms instead
 does not: it gives short sequences more weight than they have.
+
+Examples may also be drawn with unequal chances p (`TermSet.importance`). Each then counts ``1 / (n p)`` times, and the
+expectation is the same.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ class TermSet:
         self.data, self.task, self.device = data, task, device
         #: Outputs per term, once the model has been run: lets every batch's targets be checked.
         self.width: int | None = None
+        #: The chance of each example to be drawn, where it is not the same for all; see `whence.importance`.
+        self.importance: Tensor | None = None
         self.indices = torch.arange(len(data)) if indices is None else indices
         self._lengths = self._count()
         self.num_terms = len(self.indices) if self._lengths is None else int(self._lengths.sum())
@@ -81,6 +86,16 @@ class TermSet:
         examples = max(1, round(batch_size / self.terms_per_example))
         return torch.randint(len(self), (examples,), generator=generator, device=generator.device).cpu()
 
+    def draw_weighted(self, batch_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        """As `draw`, by `importance`: positions, and what each counts for (None: all the same)."""
+        if self.importance is None:
+            return self.draw(batch_size, generator), None
+        examples = max(1, round(batch_size / self.terms_per_example))
+        uniform = torch.rand(examples, generator=generator, device=generator.device, dtype=torch.float64)
+        edges = self.importance.double().cumsum(0)
+        positions = torch.searchsorted(edges, uniform.cpu() * edges[-1]).clamp_max_(len(self) - 1)
+        return positions, 1 / (len(self) * self.importance[positions])
+
     def weight(self, examples: int) -> float:
         """``n / (N m)``: what each term of a draw of ``m`` examples is multiplied by."""
         return len(self) / (self.num_terms * examples)
@@ -99,12 +114,14 @@ class TermSet:
         self.task.check_targets(batch, self.width)
         return batch.to(self.device)
 
-    def batches(self, positions: Tensor, size: int) -> Iterator[Batch]:
+    def batches(self, positions: Tensor, size: int, weights: Tensor | None = None) -> Iterator[Batch]:
         """Micro-batches of at most ``size`` examples; similar lengths together, to pad little."""
-        if len(positions) > size:
-            positions = positions[self.by_length(positions)]
-        for chunk in positions.split(size):
-            yield self.fetch(chunk)
+        order = self.by_length(positions) if len(positions) > size else torch.arange(len(positions))
+        for chunk in order.split(size):
+            batch = self.fetch(positions[chunk])
+            if weights is not None:
+                batch = replace(batch, weights=weights[chunk].to(self.device))
+            yield batch
 
     def by_length(self, positions: Tensor) -> Tensor:
         """The order in which examples of similar lengths stand together."""

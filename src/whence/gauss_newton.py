@@ -156,14 +156,14 @@ class GaussNewton(LinearOperator):
         three, and a bias of the same order, O(δ²).
         """
         self.check_batch_size(batch_size)
-        positions = self.terms.draw(batch_size, generator)
+        drawn = self.terms.draw_weighted(batch_size, generator)
         sign = 1 if torch.rand((), generator=generator, device=generator.device) < 0.5 else -1
-        return SampledGaussNewton(self, positions, sign)
+        return SampledGaussNewton(self, *drawn, sign)
 
     def subset(self, batch_size: int, generator: torch.Generator) -> SampledGaussNewton:
         """``H̃`` over drawn examples, for repeated use: by finite differences its products are central."""
         self.check_batch_size(batch_size)
-        return SampledGaussNewton(self, self.terms.draw(batch_size, generator), None)
+        return SampledGaussNewton(self, *self.terms.draw_weighted(batch_size, generator), None)
 
     @property
     def has_factors(self) -> bool:
@@ -175,16 +175,18 @@ class GaussNewton(LinearOperator):
         With independent ``r_i``, ``E[r_i r_iᵀ] = S_i``: ``g = √w Σ_i J_iᵀ r_i``, one backward for a whole batch.
         """
         self.check_batch_size(batch_size)
-        positions = self.terms.draw(batch_size, generator)
+        positions, weights = self.terms.draw_weighted(batch_size, generator)
         scale = math.sqrt(self.terms.weight(len(positions)))
         result = self.zeros()
         receive = adding_to(result, scale)
-        for batch in self.terms.batches(positions, self.micro_batch):
+        for batch in self.terms.batches(positions, self.micro_batch, weights):
             leaves = self.network.leaves()
             outputs = self.network.outputs(batch, leaves)
             residual = self.task.sample_residual(outputs.detach(), batch, generator)
             if residual is None:
                 raise OptionError(f"{type(self.task).__name__} cannot sample residuals")
+            if batch.weights is not None:
+                residual.mul_(_per_example(batch.weights.sqrt(), residual, outputs))
             self.network.pull_back(outputs, leaves, residual, receive)
         return result
 
@@ -229,21 +231,33 @@ class GaussNewton(LinearOperator):
 
     # --- products over some of the examples --------------------------------------------------------------
 
-    def _matvec(self, vector: ParamVector, positions: Tensor, sign: int | None = None) -> ParamVector:
+    def _matvec(
+        self,
+        vector: ParamVector,
+        positions: Tensor,
+        sign: int | None = None,
+        weights: Tensor | None = None,
+    ) -> ParamVector:
         result = self.zeros(vector.columns)
-        self._add_matvec(result, vector, 1.0, positions, sign)
+        self._add_matvec(result, vector, 1.0, positions, sign, weights)
         return result
 
     def _add_matvec(
-        self, out: ParamVector, vector: ParamVector, scale: float, positions: Tensor, sign: int | None
+        self,
+        out: ParamVector,
+        vector: ParamVector,
+        scale: float,
+        positions: Tensor,
+        sign: int | None,
+        weights: Tensor | None,
     ) -> None:
         """``out += scale · H̃ v``. ``out`` may be ``vector``: added to only once v is no longer needed."""
         self._check_vector(vector)
         if out is vector and (len(positions) > self.micro_batch or vector.columns is not None):
-            out.axpy_(scale, self._matvec(vector, positions, sign))
+            out.axpy_(scale, self._matvec(vector, positions, sign, weights))
             return
         weight = scale * self.terms.weight(len(positions))
-        for batch in self.terms.batches(positions, self.micro_batch):
+        for batch in self.terms.batches(positions, self.micro_batch, weights):
             if vector.columns is None:
                 self._column_product(batch, vector, sign, adding_to(out, weight))
             else:
@@ -259,7 +273,7 @@ class GaussNewton(LinearOperator):
             tangent = self.differences(batch).tangent(base, batch, vector, sign)
             del base
         check_finite(outputs)
-        cotangent = self.task.hessian_product(outputs.detach(), tangent, batch)
+        cotangent = self._curved(outputs, tangent, batch)
         del tangent
         self.network.pull_back(outputs, leaves, cotangent, receive)
 
@@ -280,7 +294,7 @@ class GaussNewton(LinearOperator):
         check_finite(base.outputs)
         for k, vector in enumerate(columns):
             tangent = differences.tangent(base, batch, vector, sign)
-            cotangent = self.task.hessian_product(base.outputs.detach(), tangent, batch)
+            cotangent = self._curved(base.outputs, tangent, batch)
             del tangent
             receive = adding_to(out.column(k), weight)
             last = k == len(columns) - 1
@@ -292,7 +306,7 @@ class GaussNewton(LinearOperator):
         check_finite(outputs)
         start = 0
         for tangents in self.tangents(outputs, batch, block):
-            cotangents = self.task.hessian_product(outputs.detach(), tangents, batch)
+            cotangents = self._curved(outputs, tangents, batch)
             stop = start + len(tangents)
             del tangents
             receive = adding_to(_slice_columns(out, slice(start, stop)), weight)
@@ -323,12 +337,25 @@ class GaussNewton(LinearOperator):
                 self._vectorised, self.loop_reason = False, str(error).strip().partition("\n")[0]
         return self._vectorised
 
-    def _quadratic_form(self, vector: ParamVector, positions: Tensor, sign: int | None = None) -> Tensor:
+    def _curved(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
+        """``S t``, weighted; tangents may have a leading dimension."""
+        product = self.task.hessian_product(outputs.detach(), tangents, batch)
+        if batch.weights is not None:
+            product.mul_(_per_example(batch.weights, product, outputs))
+        return product
+
+    def _quadratic_form(
+        self,
+        vector: ParamVector,
+        positions: Tensor,
+        sign: int | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
         """``vᵀ H̃ v = w Σ_i t_iᵀ S_i t_i`` with ``t = J v``: forwards only, no backward."""
         self._check_vector(vector)
         columns = vector.unstack()
         total = torch.zeros(len(columns), dtype=torch.float64)
-        for batch in self.terms.batches(positions, self.micro_batch):
+        for batch in self.terms.batches(positions, self.micro_batch, weights):
             base = None if self.product == "exact" else self.differences(batch).base(batch, graph=False)
             for k, column in enumerate(columns):
                 if base is None:
@@ -339,7 +366,7 @@ class GaussNewton(LinearOperator):
                         self.differences(batch).tangent(base, batch, column, sign),
                     )
                 check_finite(outputs)
-                curved = self.task.hessian_product(outputs, tangent, batch)
+                curved = self._curved(outputs, tangent, batch)
                 total[k] += float(torch.sum(curved.mul_(tangent), dtype=torch.float64))
         total *= self.terms.weight(len(positions))
         return total[0] if vector.columns is None else total
@@ -363,8 +390,10 @@ class GaussNewton(LinearOperator):
 class SampledGaussNewton(LinearOperator):
     """``H̃``: the operator over some drawn examples, weighted so that its expectation is ``H``."""
 
-    def __init__(self, parent: GaussNewton, positions: Tensor, sign: int | None) -> None:
-        self._parent, self._positions, self._sign = parent, positions, sign
+    def __init__(
+        self, parent: GaussNewton, positions: Tensor, weights: Tensor | None, sign: int | None
+    ) -> None:
+        self._parent, self._positions, self._weights, self._sign = parent, positions, weights, sign
         self._num_terms = max(1, round(len(positions) * parent.terms.terms_per_example))
 
     @property
@@ -375,13 +404,18 @@ class SampledGaussNewton(LinearOperator):
         return self._parent.zeros(columns)
 
     def matvec(self, vector: ParamVector) -> ParamVector:
-        return self._parent._matvec(vector, self._positions, self._sign)
+        return self._parent._matvec(vector, self._positions, self._sign, self._weights)
 
     def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
-        self._parent._add_matvec(out, vector, scale, self._positions, self._sign)
+        self._parent._add_matvec(out, vector, scale, self._positions, self._sign, self._weights)
 
     def quadratic_form(self, vector: ParamVector) -> Tensor:
-        return self._parent._quadratic_form(vector, self._positions, self._sign)
+        return self._parent._quadratic_form(vector, self._positions, self._sign, self._weights)
+
+
+def _per_example(weights: Tensor, product: Tensor, outputs: Tensor) -> Tensor:
+    """Weights ``[examples]`` in a shape that multiplies outputs, or a stack of such."""
+    return weights.to(product.dtype).reshape(-1, *(1,) * (outputs.ndim - 1))
 
 
 def _slice_columns(block: ParamVector, columns: slice) -> ParamVector:

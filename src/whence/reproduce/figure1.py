@@ -153,6 +153,7 @@ def _image(
         params=subject.params.__contains__,
         plan=None if effort.full_batch else plan.replace(chains=effort.tuning_chains),
         generator=generator,
+        importance=subject.importance,
     )
     tuned = response.scores[:, 0]
     return {

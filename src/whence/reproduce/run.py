@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from whence.errors import OptionError
+from whence.importance import Importance, measure_importance
 from whence.reproduce import counterexample, figure1, figure2, figure3, figure4, table1, table2, tfidf
 from whence.reproduce.finding import Finding, Profile, check_profile, read, summary, write
 from whence.reproduce.spectra import Measured, measure
 from whence.reproduce.subjects import Kind, Subject, load_subject, subjects
-from whence.store.files import replace_file
+from whence.store.files import read_tensors, replace_file, write_tensors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,8 +45,15 @@ class _Bench:
     def subject(self, key: str) -> Subject:
         if key not in self._loaded:
             self._loaded.clear()  # one at a time: the paper's are large
-            self._loaded[key] = load_subject(key, inputs=self._inputs, allow_download=self._download)
+            subject = load_subject(key, inputs=self._inputs, allow_download=self._download)
+            self._loaded[key] = self._with_importance(key, subject) if subject.certain else subject
         return self._loaded[key]
+
+    def _with_importance(self, key: str, subject: Subject) -> Subject:
+        path = self.work / "importance" / f"{key}.safetensors"
+        if not path.exists():
+            write_tensors(path, {"curvature": measure_importance(subject.operator()).curvature}, {})
+        return replace(subject, importance=Importance(read_tensors(path)[0]["curvature"]).probabilities())
 
     def measured(self, key: str) -> Measured:
         return measure(key, lambda: self.subject(key), self.profile, self.work, seed=self.seed)

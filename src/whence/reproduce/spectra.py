@@ -112,6 +112,7 @@ def _measure(subject: Subject, profile: Profile, seed: int) -> dict[str, Any]:
         rest.num_parameters,
         rest.seconds_per_term,
         rest.top_sampling_constant,
+        rest.weights,
     )
     return {
         "name": subject.name,

@@ -43,6 +43,9 @@ class Subject:
         params: names of the parameters.
         damping: λ, or a part of λmax.
         tokenizer: of a language model.
+        certain: whether the model is certain of nearly all of its training data, so that batches should be drawn by
+            curvature (`whence.importance`).
+        importance: the chances of examples to be drawn, once measured; None for equal ones.
         note: what a reader should know about it.
     """
 
@@ -57,12 +60,14 @@ class Subject:
     damping: float | str
     tokenizer: Any = None
     note: str = ""
+    certain: bool = False
+    importance: Tensor | None = None
 
-    def operator(self, *, product: Product = "auto") -> GaussNewton:
-        """The Gauss-Newton Hessian over the training data."""
-        return GaussNewton(
-            self.model, self.task, self.train, params=self.params.__contains__, product=product
-        )
+    def operator(self, *, product: Product = "auto", uniform: bool = False) -> GaussNewton:
+        """The Gauss-Newton Hessian over the training data; ``uniform`` draws batches with equal chances anyhow."""
+        gnh = GaussNewton(self.model, self.task, self.train, params=self.params.__contains__, product=product)
+        gnh.terms.importance = None if uniform else self.importance
+        return gnh
 
 
 def inner_parameters(model: nn.Module) -> frozenset[str]:
@@ -124,7 +129,9 @@ def _resnet56() -> Subject:
     return Subject(
         "ResNet-56", "CIFAR-10", "vision", model, Classification(),
         cifar10("train").select(torch.arange(TRAINED_ON)), cifar10("test"), inner_parameters(model), "lambda_max/50",
-        note="trained to the end on these 45,000 images by somebody else, 93.2% on the test images",
+        note="trained to the end on these 45,000 images by somebody else, 93.2% on the test images; batches drawn by "
+        "curvature",
+        certain=True,
     )  # fmt: skip
 
 

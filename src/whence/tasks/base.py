@@ -35,6 +35,9 @@ class Batch:
     kwargs: Mapping[str, Tensor]
     targets: Tensor
     indices: Tensor | None = None  # where the examples stand in their data set
+    weights: Tensor | None = (
+        None  # what each example counts for, where they were not drawn with equal chances
+    )
 
     @property
     def size(self) -> int:
@@ -53,6 +56,7 @@ class Batch:
             args=tuple(function(tensor) for tensor in self.args),
             kwargs={name: function(tensor) for name, tensor in self.kwargs.items()},
             targets=function(self.targets),
+            weights=None if self.weights is None else function(self.weights),
         )
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
@@ -143,6 +147,10 @@ class Task(ABC):
     @abstractmethod
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         """``S_i t_i`` per term, zero where there is no term. ``tangents`` may have leading dimensions."""
+
+    def curvature(self, outputs: Tensor, batch: Batch) -> Tensor | None:
+        """``Σ_i Tr(S_i)`` over each example's terms, ``[examples]``; None if not available."""
+        return None
 
     def sample_residual(self, outputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor | None:
         """Random ``r_i``, independent across terms, with ``E[r_i r_iᵀ] = S_i``; None if not available."""

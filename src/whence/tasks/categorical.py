@@ -114,6 +114,14 @@ class CategoricalTask(Task):
         )
         return slope.masked_fill_((batch.targets == IGNORED).unsqueeze(-1), 0.0)
 
+    def curvature(self, outputs: Tensor, batch: Batch) -> Tensor:
+        # Tr S = 1 - ‖p‖² = Σ p(1 - p); the latter keeps its digits when the model is nearly certain.
+        probabilities = self._masked_probabilities(outputs, batch)
+        spread = torch.linalg.vecdot(probabilities, 1 - probabilities)
+        spread = spread.masked_fill_(batch.targets == IGNORED, 0.0)
+        total: Tensor = spread.reshape(batch.size, -1).sum(1)
+        return total
+
     def sample_residual(self, outputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
         residual = self._masked_probabilities(outputs, batch)
         valid = (batch.targets != IGNORED).reshape(-1)

@@ -52,6 +52,10 @@ class Regression(Task):
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         return tangents / self.variance
 
+    def curvature(self, outputs: Tensor, batch: Batch) -> Tensor:
+        per_example = outputs.numel() / batch.size / self.variance
+        return torch.full((batch.size,), per_example, device=outputs.device)
+
     def divergence_slope(self, outputs: Tensor, anchor: Tensor, batch: Batch) -> Tensor:
         return (outputs.detach() - anchor.detach()) / self.variance
 

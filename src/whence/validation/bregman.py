@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,16 +111,23 @@ class BregmanObjective:
         }
 
     def gradient(
-        self, displacement: ParamVector, epsilon: float, point: Batch, positions: Tensor | None = None
+        self,
+        displacement: ParamVector,
+        epsilon: float,
+        point: Batch,
+        positions: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> ParamVector:
         """``∇F(θ* + εd) / ε``, over all of the data or, without bias, over the drawn examples at ``positions``."""
         total = displacement.clone().scale_(self.damping)
         moved = self.at(displacement, epsilon)
         count = len(self.terms) if positions is None else len(positions)
         receive = adding_to(total, self.terms.weight(count) / epsilon)
-        for batch, anchor in self._batches(positions):
+        for batch, anchor in self._batches(positions, weights):
             outputs = self.network.outputs(batch, moved)
             slope = self.task.divergence_slope(outputs, anchor, batch)
+            if batch.weights is not None:
+                slope.mul_(batch.weights.reshape(-1, *(1,) * (slope.ndim - 1)))
             self.network.pull_back(outputs, moved, slope, receive)
         loss = self.task.query_losses(self.network.outputs(point, moved), point).sum()
         self.network.pull_back(loss, moved, torch.ones_like(loss), adding_to(total, 1.0))
@@ -175,12 +183,14 @@ class BregmanObjective:
                     best, least = epsilon, bent
         return best
 
-    def _batches(self, positions: Tensor | None) -> Iterator[tuple[Batch, Tensor]]:
+    def _batches(self, positions: Tensor | None, weights: Tensor | None) -> Iterator[tuple[Batch, Tensor]]:
         """Micro-batches with the model's own outputs, which are kept for whole passes where they fit."""
         chosen = torch.arange(len(self.terms)) if positions is None else positions
-        ordered = chosen[self.terms.by_length(chosen)]
-        for number, part in enumerate(ordered.split(self.micro_batch)):
-            batch = self.widened(self.terms.fetch(part))
+        order = self.terms.by_length(chosen)
+        for number, part in enumerate(order.split(self.micro_batch)):
+            batch = self.widened(self.terms.fetch(chosen[part]))
+            if weights is not None:
+                batch = replace(batch, weights=weights[part].to(self.network.device))
             if positions is None and number < len(self._anchors):
                 yield batch, self._anchors[number]
                 continue

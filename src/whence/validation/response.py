@@ -114,6 +114,7 @@ def pbrf(
     tolerance: float | None = None,
     max_gradients: int = 1000,
     micro_batch: int | None = None,
+    importance: Tensor | None = None,
 ) -> ProximalResponse:
     """Scores of the points for the queries by the proximal Bregman response function.
 
@@ -132,6 +133,8 @@ def pbrf(
             average cannot be that exact: 0.3, as for LiSSA.
         max_gradients: of a full-batch response, per point.
         micro_batch: examples per pass.
+        importance: the chance of each training example to be drawn into a minibatch, such as
+            ``measure_importance(gnh).probabilities()``; equal ones by default.
 
     Example:
         >>> from whence import Classification
@@ -143,6 +146,7 @@ def pbrf(
     """
     _check(epsilon, plan, generator, tolerance, max_gradients, damping)
     objective = BregmanObjective(model, task, train, damping=damping, params=params, micro_batch=micro_batch)
+    objective.terms.importance = _chances(importance, len(objective.terms))
     for name, data in (("points", points), ("queries", queries)):
         if not hasattr(data, "__len__") or len(data) == 0:
             raise DataError(f"there are no {name}; give at least one example")
@@ -259,7 +263,7 @@ class _Descent:
         )  # as LiSSA starts: exact in flat directions
         average, burn_in = d.zeros_like(), plan.num_steps - max(1, round(_TAIL * plan.num_steps))
         for step in range(1, plan.num_steps + 1):
-            d.axpy_(-plan.step_size, self._gradient(d, terms.draw(plan.batch_size, generator)))
+            d.axpy_(-plan.step_size, self._gradient(d, *terms.draw_weighted(plan.batch_size, generator)))
             if not float(d.norm()) <= _LEFT_THE_BALL * self._radius:
                 raise SolverError(
                     f"fine-tuning diverged at step {step} (η = {plan.step_size:.3g}, |B| = {plan.batch_size}): the "
@@ -281,7 +285,8 @@ class _Descent:
         assert generator is not None
         total, squares, m = mean.zeros_like(), 0.0, _RESIDUAL_BATCHES
         for _ in range(m):
-            slope = self._gradient(mean, self._objective.terms.draw(4 * plan.batch_size, generator))
+            drawn = self._objective.terms.draw_weighted(4 * plan.batch_size, generator)
+            slope = self._gradient(mean, *drawn)
             squares += float(slope.dot(slope))
             total.axpy_(1.0, slope)
         # products of different batches only: their noise does not add up to a norm
@@ -290,11 +295,24 @@ class _Descent:
         norm = math.sqrt(max(square, 0.0))
         return norm, min(error / max(2 * norm, 1e-30), math.sqrt(error))
 
-    def _gradient(self, d: ParamVector, positions: Tensor | None = None) -> ParamVector:
+    def _gradient(
+        self, d: ParamVector, positions: Tensor | None = None, weights: Tensor | None = None
+    ) -> ParamVector:
         self.num_gradients += 1
         terms: TermSet = self._objective.terms
         self.num_terms += terms.num_terms if positions is None else int(terms.counts()[positions].sum())
-        return self._objective.gradient(d, self.epsilon, self._point, positions)
+        return self._objective.gradient(d, self.epsilon, self._point, positions, weights)
+
+
+def _chances(importance: Tensor | None, examples: int) -> Tensor | None:
+    if importance is not None and not (
+        importance.shape == (examples,) and bool((importance > 0).all()) and bool(importance.isfinite().all())
+    ):
+        raise OptionError(
+            f"importance has shape {tuple(importance.shape)}; it must hold a positive chance for each of the "
+            f"{examples} training examples"
+        )
+    return importance
 
 
 def _check(
