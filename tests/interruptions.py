@@ -1,7 +1,7 @@
 """Kills a run again and again until it is done, and compares its numbers with those of an uninterrupted one.
 
 Run as a program, so that the processes it forks start with everything imported and nothing running:
-``python interruptions.py DIRECTORY PRODUCT``. Prints JSON: one row for each run, with the phases it was killed in.
+``python interruptions.py DIRECTORY PRODUCT SOLVER``. Prints JSON: one row for each run, with the phases it was killed in.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ MOMENTS = [
     "plan.json",
     "solve/state.safetensors",
     "solve/chain-0-1.safetensors",
+    "solve/cg.safetensors",
     "solution.safetensors",
     "scores/part-00000.parquet",
     "scores/part-00004.parquet",
@@ -58,9 +59,10 @@ MODEL, TRAIN, QUERIES = problem()
 
 
 def run(directory: Path, product: str) -> None:
+    solver = "lissa" if sys.argv[3] == "lissa" else whence.ConjugateGradient(tolerance=1e-5)
     whence.attribute(
         MODEL, TRAIN, QUERIES, task=whence.Classification(), product=product, damping=0.05, chains=3,
-        refine=1.0, run_dir=directory, checkpoint_seconds=0.01, part_size=15,
+        refine=1.0, run_dir=directory, checkpoint_seconds=0.01, part_size=15, solver=solver,
     )  # fmt: skip
 
 
@@ -116,7 +118,9 @@ def main() -> None:
     truth = files(root / "uninterrupted")
     randomness = random.Random(0)
     rows = []
-    for number in range(RANDOM_RUNS + len(MOMENTS)):
+    other = "cg.safetensors" if sys.argv[3] == "lissa" else ("state.safetensors", "chain-0-1.safetensors")
+    moments = [name for name in MOMENTS if not name.endswith(other)]
+    for number in range(RANDOM_RUNS + len(moments)):
         directory, killed = root / f"run-{number}", []
         if number < RANDOM_RUNS:
             for _ in range(KILLS_PER_RUN):
@@ -124,7 +128,7 @@ def main() -> None:
                 if kill_when(begin(directory, product), lambda moment=moment: time.monotonic() > moment):
                     killed.append(phase(directory))
         else:
-            awaited = directory / MOMENTS[number - RANDOM_RUNS]
+            awaited = directory / moments[number - RANDOM_RUNS]
             if kill_when(begin(directory, product), awaited.exists):
                 killed.append(phase(directory))
         finish(directory, product)

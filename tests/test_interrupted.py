@@ -12,10 +12,17 @@ import pytest
 PROGRAM = Path(__file__).parent / "interruptions.py"
 
 
-@pytest.mark.parametrize("product", ["exact", "finite-difference"])
-def test_runs_killed_at_random_and_in_every_phase_end_in_the_same_bits(product: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("product", "solver"), [("exact", "lissa"), ("finite-difference", "lissa"), ("finite-difference", "cg")]
+)
+def test_runs_killed_at_random_and_in_every_phase_end_in_the_same_bits(
+    product: str, solver: str, tmp_path: Path
+) -> None:
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path), product], capture_output=True, text=True, timeout=500
+        [sys.executable, str(PROGRAM), str(tmp_path), product, solver],
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)

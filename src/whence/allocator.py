@@ -1,4 +1,4 @@
-"""Keeping freed memory on Linux CPUs.
+"""Memory: keeping what was freed on Linux CPUs, and how much there is.
 
 glibc gives large freed blocks back to the kernel, and every product then pays to have the same pages zeroed
 and mapped again (compare ``python -m benchmarks.products`` with and without ``--default-malloc``).
@@ -9,9 +9,12 @@ not for the library, to call.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 
-__all__ = ["keep_freed_memory"]
+import torch
+
+__all__ = ["half_of_memory", "keep_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
@@ -22,3 +25,12 @@ def keep_freed_memory() -> bool:
         return False
     libc = ctypes.CDLL(None)
     return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+def half_of_memory(device: torch.device) -> float | None:
+    """Half of the device's memory, in bytes; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1] / 2
+    if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    return None

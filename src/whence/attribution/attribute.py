@@ -2,14 +2,12 @@
 
     gradients of the queries → spectrum → plan → solve, all queries together → scores of every example → what to show
 
-The phases are in `whence.attribution.phases`, in this order.
+The phases are in `whence.attribution`: `phases`, `planning`, `rounds`, `answer`, `showing`, in this order.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from whence.attribution import phases
+from whence.attribution.answer import Answer, timed
 from whence.attribution.exhibits import Describe, exhibit_of
+from whence.attribution.planning import make_plan
 from whence.attribution.result import Attribution
+from whence.attribution.rounds import Rounds
 from whence.attribution.saving import load, write_result
-from whence.attribution.settings import Settings, SolverChoice
+from whence.attribution.settings import Sampling, Settings, SolverChoice
 from whence.attribution.showing import ask, describer, ends_of_rankings, token_shares
 from whence.candidates import Shortlist
 from whence.data import TermSet
 from whence.errors import DataError, OptionError
 from whence.exhibit import Exhibit
 from whence.gauss_newton import GaussNewton, Product
-from whence.scoring import Method, Scorer
+from whence.scoring import Method
 from whence.selection import ParameterFilter
 from whence.store import Run
 from whence.store.fingerprint import of_data, of_model, of_value
@@ -52,8 +53,9 @@ def attribute(
     params: ParameterFilter | None = None,
     solver: SolverChoice = "auto",
     product: Product = "auto",
+    accuracy: float = 0.995,
     chains: int = 4,
-    refine: float = 2.0,
+    refine: float | None = None,
     method: Method = "auto",
     candidates: Candidates | None = None,
     baseline: bool = True,
@@ -68,6 +70,9 @@ def attribute(
     checkpoint_seconds: float = 30.0,
     part_size: int | None = None,
     lanczos_terms: int = 4096,
+    sampling: Sampling = "auto",
+    until: str | None = None,
+    budget: float = 8.0,
     on_run: Callable[[Path], None] | None = None,
 ) -> Attribution:
     """Which training examples made the model say this, and how sure are we?
@@ -82,11 +87,13 @@ def attribute(
         damping: λ, or ``"auto"``: λmax/200, from the measured spectrum (`whence.plan.auto_damping`); any other part
             of λmax is written ``"lambda_max/50"``.
         params: which parameters: a predicate on names or glob patterns; all trainable ones by default.
-        solver: ``"auto"`` or ``"lissa"``: LiSSA under a plan made from the measured spectrum; or a `Lissa` with a
-            plan of your own.
+        solver: ``"auto"``: the one that should reach the accuracy at the least cost (`whence.solvers.choice`);
+            ``"cg"``: conjugate gradients over all of the data, with a certificate; ``"lissa"``: LiSSA under a plan made
+            from the measured spectrum; or a `ConjugateGradient` or `Lissa` of your own.
         product: how Gauss-Newton products are computed; see `GaussNewton`.
-        chains: independent solves: their mean is the answer, their spread the error bar.
-        refine: cost of each chain, as a multiple of the paper's plan.
+        accuracy: the expected correlation of the scores with the exact damped ones to aim at.
+        chains: LiSSA's independent solves: their mean is the answer, their spread the error bar.
+        refine: cost of each chain, as a multiple of the paper's plan; by default what the accuracy needs.
         method: how to score; see `whence.scoring.Scorer`.
         candidates: score only these: positions, or a shortlist of `whence.candidates`. The result says what was
             left out. The solve is about all of the data in any case.
@@ -104,6 +111,12 @@ def attribute(
         checkpoint_seconds: how often the solver's state is written there.
         part_size: examples per part of the scores written there; by default about a minute's work.
         lanczos_terms: terms of the data that λmax is measured on, at most.
+        sampling: how batches are drawn: ``"uniform"``; ``"curvature"``, by how uncertain the model is of an example
+            (`whence.importance`), which pays where it is certain of almost all of them; or ``"auto"``: by curvature
+            where the measured noise of batches says that it pays.
+        until: ``"top-10 stable"`` solves on until the ten most helpful examples of every query are separated from the
+            rest, at a confidence of 0.95 or as in ``"top-10 stable at 0.99"``; the result says whether they are.
+        budget: what that may cost, as a multiple of the first round of solving.
         on_run: called with the run directory once it is open, to put something there.
 
     Example:
@@ -122,6 +135,7 @@ def attribute(
         damping=damping,
         solver=solver,
         product=product,
+        accuracy=accuracy,
         chains=chains,
         refine=refine,
         method=method,
@@ -130,6 +144,9 @@ def attribute(
         seed=seed,
         micro_batch=micro_batch,
         lanczos_terms=lanczos_terms,
+        sampling=sampling,
+        until=until,
+        budget=budget,
     )
     gnh = GaussNewton(model, task, train, params=params, product=product, micro_batch=micro_batch)
     asked = _questions(queries, gnh)
@@ -178,22 +195,16 @@ class _Job:
 def _carry_out(job: _Job, run: Run, *, title: str, not_scored: str, config: dict[str, Any]) -> Attribution:
     """The phases, one after the other."""
     gnh, settings, seconds = job.gnh, job.settings, dict[str, float]()
-    with _timed(seconds, "queries"):
+    with timed(seconds, "queries"):
         losses, asked = ask(gnh, job.queries, job.show_query, job.class_names)
         rhs = phases.query_gradients(run, gnh, job.queries)
-    with _timed(seconds, "spectrum"):
-        plan = phases.make_plan(run, gnh, settings)
-    with _timed(seconds, "solve"):
-        solve, solved = phases.solve(run, gnh, plan, rhs, settings, job.checkpoint_seconds)
-    with _timed(seconds, "scores"):
-        between = torch.stack([chain.gram(rhs).T for chain in solved])
-        along = phases.directions(solved, rhs if settings.baseline else None)
-        scorer = Scorer(gnh, along, method=settings.method)
-        parts = phases.parts_of(scorer, job.positions, job.part_size)
-        scores = phases.score(run, scorer, parts, len(solved), len(job.queries))
-        score_method = scorer.describe()
-        del scorer, along  # a copy of all solutions
-    with _timed(seconds, "page"):
+    with timed(seconds, "spectrum"):
+        planned = make_plan(run, gnh, settings, len(job.queries))
+    rounds = Rounds(run, gnh, planned, rhs, settings, job.checkpoint_seconds)
+    answer = Answer(run, rounds, gnh, job.positions, rhs, settings, job.part_size)
+    answer.work_out(seconds)
+    solve, scores, solved = answer.solve, answer.scores, answer.solved
+    with timed(seconds, "page"):
         ends = ends_of_rankings(scores, settings.shown)
         tokens = {}
         if isinstance(gnh.task, LanguageModeling):
@@ -209,21 +220,22 @@ def _carry_out(job: _Job, run: Run, *, title: str, not_scored: str, config: dict
         num_terms=gnh.num_terms,
         dot_products=scores.dots,
         query_losses=losses,
-        query_products=between.cpu(),
+        query_products=answer.between_queries(),
         query_dots=rhs.gram(rhs).cpu(),
         solve=solve,
         queries=asked,
         exhibits=exhibits,
         token_scores=tokens,
         not_scored=not_scored,
-        score_method=score_method,
+        score_method=answer.score_method,
         title=title,
         settings=config,
         versions=environment(),
         seconds=seconds,
+        norms=scores.norms,
     )
     if run.path is not None:
-        write_result(result, run.path, parts=len(parts))
+        write_result(result, run.path, parts=answer.parts, scores=answer.directory)
     return result
 
 
@@ -292,10 +304,3 @@ def _identity(
         "candidates": f"{len(positions)} {of_value(positions)}" if not_scored else "all",
         "title": title,
     }
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    begun = time.perf_counter()
-    yield
-    seconds[phase] = time.perf_counter() - begun

@@ -17,7 +17,7 @@ _BASELINE_SHOWN = 5
 
 def contents(result: Attribution, *, confidence: float = 0.95, shown: int = SHOWN) -> Report:
     """The page of a result."""
-    spectrum, plan = result.solve.plan.spectrum, result.solve.plan
+    spectrum = result.solve.plan.spectrum
     agreement = result.agreement.tolist()
     estimates = {
         "trace": spectrum.trace,
@@ -32,14 +32,13 @@ def contents(result: Attribution, *, confidence: float = 0.95, shown: int = SHOW
         trust=Trust(
             spectrum={name: (e.value, e.stderr) for name, e in estimates.items() if isinstance(e, Estimate)},
             eigenvalues=None if spectrum.eigenvalues is None else spectrum.eigenvalues.numpy(),
-            plan={
-                name: getattr(plan, name)
-                for name in ("damping", "step_size", "batch_size", "num_steps", "chains", "constant")
-            },
+            plan=_settings(result),
             events=result.solve.events,
             term="example" if result.num_terms == result.num_examples else "token",
             num_products=result.solve.num_products,
             num_term_products=result.solve.num_term_products,
+            solver=result.solve.solver,
+            choice=result.solve.choice,
         ),
         confidence=confidence,
         num_examples=result.num_examples,
@@ -51,6 +50,20 @@ def contents(result: Attribution, *, confidence: float = 0.95, shown: int = SHOW
         seconds=result.seconds,
         validation=result.validation,
     )
+
+
+def _settings(result: Attribution) -> dict[str, float]:
+    """The settings of the solver that was used."""
+    solve = result.solve
+    if solve.certificate is not None:
+        iterations = solve.paths.shape[1]
+        return {
+            "damping": solve.plan.damping,
+            "iterations": iterations,
+            "operator_terms": solve.certificate.operator_terms,
+        }
+    names = ("damping", "step_size", "batch_size", "num_steps", "chains", "constant")
+    return {name: getattr(solve.plan, name) for name in names}
 
 
 def _question(result: Attribution, q: int, confidence: float, shown: int, agreement: float) -> Question:
@@ -66,14 +79,24 @@ def _question(result: Attribution, q: int, confidence: float, shown: int, agreem
         harmful=tuple(entry for entry in harmful if entry.score < 0),
         by_baseline=_by_baseline(result, q, confidence),
         indices=result.indices.numpy(),
-        scores=result.chain_scores[:, q].mean(0).numpy(),
-        stderr=result._stderr()[q].numpy(),
+        scores=result.scored.mean[q].numpy(),
+        stderr=result.scored.stderr[q].numpy(),
         residual=float(solve.residual[q]),
         residual_stderr=float(solve.residual_stderr[q]),
         converged=bool(solve.converged[q]),
         agreement=agreement,
         paths=solve.paths[:, :, q].numpy(),
+        proven=_proven(result, q),
     )
+
+
+def _proven(result: Attribution, q: int) -> tuple[float, float] | None:
+    """Bounds of the scores' relative error: ``‖u - u*‖_A / ‖u‖_H``."""
+    solve = result.solve
+    if solve.certificate is None or solve.score_rms is None:
+        return None
+    size = max(float(solve.score_rms[q]), 1e-300)
+    return float(solve.certificate.lower[q]) / size, float(solve.certificate.upper[q]) / size
 
 
 def _entries(result: Attribution, ranking: Ranking) -> list[Entry]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from whence.gauss_newton import GaussNewton
 from whence.plan import Plan
 from whence.scoring.cost import count_work
+from whence.solvers.choice import Alternative
 
 __all__ = ["Forecast", "forecast"]
 
@@ -28,7 +29,13 @@ class Forecast:
 
 
 def forecast(
-    gnh: GaussNewton, plan: Plan, *, queries: int, examples: int | None = None, baseline: bool = True
+    gnh: GaussNewton,
+    plan: Plan,
+    *,
+    queries: int,
+    examples: int | None = None,
+    baseline: bool = True,
+    solver: Alternative | None = None,
 ) -> Forecast:
     """Predict the cost of an attribution from its plan and the counted work of a forward pass.
 
@@ -38,21 +45,25 @@ def forecast(
         queries: right-hand sides solved together: they share every batch and its pass at θ.
         examples: to be scored; all by default.
         baseline: whether gradient dot products are computed too.
+        solver: the one that was chosen; the plan's LiSSA by default.
     """
     scored = len(gnh.terms) if examples is None else examples
     work = count_work(gnh.network, gnh.terms.fetch(gnh.terms.longest(2)), gnh.micro_batch)
-    directions = queries * (plan.chains + baseline)
+    chains = 1 if solver is not None and solver.solver == "cg" else plan.chains
+    copies = plan.memory_copies if solver is None else solver.memory_copies
+    solving = plan.seconds if solver is None else solver.seconds
+    directions = queries * (chains + baseline)
     exact = gnh.product == "exact"
     score = min(work.directional(directions, exact=exact, vectorised=exact), work.gradients(directions))
     product = work.gradients(1) + 2 * work.flops  # a forward, a tangent and a backward of one example
     per_term = plan.spectrum.seconds_per_term
     vector = sum(t.numel() * t.element_size() for t in gnh.zeros().values())
-    rows = queries * scored * (plan.chains + 5) * 8
+    rows = queries * scored * (chains + 5) * 8
     return Forecast(
-        solve_seconds=None if plan.seconds is None else plan.seconds * (1 + 4 * queries) / 5,
+        solve_seconds=None if solving is None else solving * (1 + 4 * queries) / 5,
         score_seconds=None
         if per_term is None
         else scored * gnh.terms.terms_per_example * per_term * score / product,
-        memory_bytes=vector * queries * max(plan.memory_copies, 2 * plan.chains + 1 + baseline),
-        disk_bytes=vector * queries * (2 * plan.chains + 3) + rows,
+        memory_bytes=vector * queries * max(copies, 2 * chains + 1 + baseline),
+        disk_bytes=vector * queries * (chains + copies) + rows,
     )

@@ -1,24 +1,18 @@
-"""Rankings with confidence: who is first, by how much, and whether the order means anything.
-
-Two scores of one query share much of their error, since they come from the same solution. So whether ranks are
-*separated* is judged by the difference, chain by chain: ``d_c = s_c(i) - s_c(j)`` over m independent chains, against
-Student's t with m - 1 degrees of freedom.
-"""
+"""Rankings with confidence: who is first, by how much, and whether the order means anything."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, overload
 
 import torch
-from scipy.special import stdtrit
 from torch import Tensor
 
-from whence.errors import OptionError, WhenceError
+from whence.attribution.uncertainty import Scored
+from whence.errors import WhenceError
 
-__all__ = ["Ranking", "Row", "half_width", "import_pandas", "rank_examples", "separated"]
+__all__ = ["Ranking", "Row", "import_pandas", "rank_examples"]
 
 
 @dataclass(frozen=True)
@@ -90,36 +84,19 @@ class Ranking(Sequence[Row]):
     __repr__ = __str__
 
 
-def half_width(stderr: Tensor, degrees_of_freedom: int, confidence: float) -> Tensor:
-    """Half of a Student-t confidence interval."""
-    if not 0 < confidence < 1:
-        raise OptionError(f"confidence is {confidence}; it is a probability, such as 0.95")
-    return stderr * float(stdtrit(degrees_of_freedom, 0.5 + confidence / 2))
-
-
-def separated(first: Tensor, second: Tensor, confidence: float) -> Tensor:
-    """Whether ``first`` exceeds ``second``, both ``[chains, …]``, beyond the errors of their difference."""
-    difference = first - second
-    chains = len(difference)
-    stderr = difference.std(0) / math.sqrt(chains)
-    result: Tensor = difference.mean(0) > half_width(stderr, chains - 1, confidence)
-    return result
-
-
 def rank_examples(
-    chains: Tensor, k: int, *, harmful: bool, confidence: float
+    scored: Scored, k: int, *, harmful: bool, confidence: float
 ) -> list[tuple[int, float, bool]]:
-    """The first k columns of one query's scores ``[chains, n]``: position, half width, separated."""
-    sign = -1.0 if harmful else 1.0
-    mean = chains.mean(0)
+    """The first k of one query's scores: position, half width, and whether the next one is lower beyond the errors."""
+    ordered = scored.negated() if harmful else scored
+    mean = ordered.mean
     count = min(k + 1, len(mean))  # one more, to compare the last with
-    order = _stable_top(sign * mean, count)
-    chosen = chains[:, order]
-    stderr = chosen.std(0) / math.sqrt(len(chains))
-    width = half_width(stderr, len(chains) - 1, confidence)
-    apart = []
+    order = _stable_top(mean, count)
+    chosen = ordered.at(order)
+    width = chosen.half_width(confidence)
+    apart: list[bool] = []
     if count > 1:
-        apart = separated(sign * chosen[:, :-1], sign * chosen[:, 1:], confidence).tolist()
+        apart = chosen.at(slice(None, -1)).above(chosen.at(slice(1, None)), confidence).tolist()
     apart += [True] * (min(k, len(mean)) - len(apart))  # the very last has no next to be confused with
     return [(int(position), float(width[i]), bool(apart[i])) for i, position in enumerate(order[:k].tolist())]
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from whence.attribution.ranking import Ranking, Row, half_width, import_pandas, rank_examples, separated
+from whence.attribution.ranking import Ranking, Row, import_pandas, rank_examples
+from whence.attribution.uncertainty import Scored
 from whence.errors import OptionError
 from whence.exhibit import Exhibit
 from whence.plan import Plan
 from whence.report.checks import Validation
 from whence.similarity import cosines, similarity_of_chains
+from whence.solvers.certificate import Certificate
 
 __all__ = ["Attribution", "Solve"]
 
@@ -32,6 +35,11 @@ class Solve:
         num_products, num_term_products: spent.
         events: what had to be changed on the way.
         paths: gᵀu along every chain, ``[chains, steps, queries]``.
+        solver: which one it was: ``"lissa"`` or ``"cg"``.
+        choice: why, in words, where it was chosen.
+        certificate: proven bounds of the solution's error, where the solver has them.
+        score_rms: ``‖u‖_H``, what they are compared with: the root mean square of the scores, per query.
+        by_curvature: whether batches were drawn by curvature (`whence.importance`), not uniformly.
     """
 
     plan: Plan
@@ -42,6 +50,11 @@ class Solve:
     num_term_products: int
     events: tuple[str, ...]
     paths: Tensor
+    solver: str = "lissa"
+    choice: str = ""
+    certificate: Certificate | None = None
+    score_rms: Tensor | None = None
+    by_curvature: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,7 @@ class Attribution:
         versions: environment: name -> version.
         seconds: phase -> duration.
         validation: what `whence.validation.validate` found, for the page; None where it was not run.
+        norms: length of every scored example's gradient, where the errors need it.
     """
 
     chain_scores: Tensor
@@ -94,6 +108,7 @@ class Attribution:
     versions: Mapping[str, str]
     seconds: Mapping[str, float] = field(default_factory=dict)
     validation: Validation | None = None
+    norms: Tensor | None = None
 
     def __repr__(self) -> str:
         queries, scored = self.chain_scores.shape[1:]
@@ -108,22 +123,42 @@ class Attribution:
     @property
     def scores(self) -> Tensor:
         """``[queries, train]``; NaN for examples that were not scored."""
-        return self._spread(self.chain_scores.mean(0))
+        return self._spread(self.scored.mean)
+
+    @cached_property
+    def scored(self) -> Scored:
+        """Scores with their errors, ``[queries, scored]``."""
+        certificate, certified = self.solve.certificate, None
+        if certificate is not None and self.norms is not None:
+            certified = certificate.score_error(self.norms, self.solve.plan.spectrum.trace.value)
+        return Scored(self.chain_scores, certified)
 
     @property
     def stderr(self) -> Tensor:
-        """Standard errors of the scores, ``[queries, train]``."""
-        return self._spread(self._stderr())
+        """Standard errors of the scores, ``[queries, train]``: see `whence.attribution.uncertainty`."""
+        return self._spread(self.scored.stderr)
 
     @property
-    def degrees_of_freedom(self) -> int:
-        """Of the standard errors: one less than the number of chains."""
-        return len(self.chain_scores) - 1
+    def degrees_of_freedom(self) -> float:
+        """Of the standard errors: one less than the number of chains; infinite for a deterministic solver."""
+        return self.scored.degrees_of_freedom
 
     def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Ends of the Student-t confidence intervals, ``[queries, train]`` each."""
-        width = half_width(self.stderr, self.degrees_of_freedom, confidence)
+        """Ends of the confidence intervals, ``[queries, train]`` each."""
+        width = self._spread(self.scored.half_width(confidence))
         return self.scores - width, self.scores + width
+
+    @property
+    def bounds(self) -> Tensor:
+        """What no score's error can exceed, ``[queries, train]``: proven, and far wider than `interval`.
+
+        ``|∇ℓ(z)ᵀ(u - u*)| ≤ ‖∇ℓ(z)‖ ‖u - u*‖_A / √λ``. Of solvers with a certificate only.
+        """
+        if self.solve.certificate is None or self.norms is None:
+            raise OptionError(
+                f"{self.solve.solver} is a stochastic solver and proves nothing; use interval(), or solver='cg'"
+            )
+        return self._spread(self.solve.certificate.score_bound(self.norms))
 
     @property
     def effects(self) -> Tensor:
@@ -139,7 +174,9 @@ class Attribution:
 
     @property
     def agreement(self) -> Tensor:
-        """Mean correlation between the scores of two chains, per query: 1 where they agree entirely."""
+        """Mean correlation between the scores of two chains, per query: 1 where they agree entirely, NaN for one."""
+        if len(self.chain_scores) < 2:
+            return torch.full((self.chain_scores.shape[1],), math.nan, dtype=torch.float64)
         pairs = []
         for i in range(len(self.chain_scores)):
             for j in range(i):
@@ -147,8 +184,18 @@ class Attribution:
         return torch.stack(pairs).mean(0)
 
     def influence_similarity(self) -> tuple[Tensor, Tensor]:
-        """Influence-similarity between the queries and its standard error (`whence.similarity`)."""
-        return similarity_of_chains(self.query_products)
+        """Influence-similarity between the queries and its error (`whence.similarity`).
+
+        From several chains a standard error; from a certificate a bound: the errors e of conjugate gradients are
+        orthogonal to the space that all queries share, so ``gᵢᵀeⱼ = eᵢᵀ(H + λ)eⱼ ≤ bᵢbⱼ``.
+        """
+        value, error = similarity_of_chains(self.query_products)
+        if self.solve.certificate is None:
+            return value, error
+        lengths = self.query_products[0].diagonal().clamp_min(1e-300).sqrt()
+        relative = self.solve.certificate.upper / lengths
+        own = 0.5 * relative.square()
+        return value, relative.outer(relative) + value.abs() * (own.unsqueeze(0) + own.unsqueeze(1))
 
     def gradient_similarity(self) -> Tensor:
         """Cosines between the queries' gradients."""
@@ -184,19 +231,19 @@ class Attribution:
             raise OptionError(
                 f"example {index} was not scored{': ' if self.not_scored else ''}{self.not_scored}"
             )
-        position, chains = int(found[0]), self.chain_scores[:, query]
-        mean = chains.mean(0)
+        position, scored = int(found[0]), self.scored.at(query)
+        mean = scored.mean
         rank = int((mean > mean[position]).sum()) + 1
         below = mean.masked_fill(mean >= mean[position], -math.inf)
         following = int(below.argmax())
         apart = not bool(below[following] > -math.inf) or bool(
-            separated(chains[:, position], chains[:, following], confidence)
+            scored.at(position).above(scored.at(following), confidence)
         )
-        width = half_width(self._stderr()[query, position], self.degrees_of_freedom, confidence)
-        return self._row(query, rank, position, float(width), apart, harmful=False)
+        width = float(scored.at(position).half_width(confidence))
+        return self._row(query, rank, position, width, apart, harmful=False)
 
     def _ranked(self, query: int, k: int, harmful: bool, confidence: float) -> list[Row]:
-        ranked = rank_examples(self.chain_scores[:, query], k, harmful=harmful, confidence=confidence)
+        ranked = rank_examples(self.scored.at(query), k, harmful=harmful, confidence=confidence)
         return [
             self._row(query, rank, position, width, apart, harmful=harmful)
             for rank, (position, width, apart) in enumerate(ranked, start=1)
@@ -233,8 +280,8 @@ class Attribution:
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame`, one row for each query and scored example, most helpful first."""
         queries, scored = self.chain_scores.shape[1:]
-        mean, stderr = self.chain_scores.mean(0), self._stderr()
-        width = half_width(stderr, self.degrees_of_freedom, 0.95)
+        mean, stderr = self.scored.mean, self.scored.stderr
+        width = self.scored.half_width(0.95)
         columns = {
             "query": torch.arange(queries).repeat_interleave(scored),
             "index": self.indices.repeat(queries),
@@ -265,9 +312,6 @@ class Attribution:
         return Path(directory)
 
     # --- helpers -----------------------------------------------------------------------------------------
-
-    def _stderr(self) -> Tensor:
-        return self.chain_scores.std(0) / math.sqrt(len(self.chain_scores))
 
     def _effect_per_score(self) -> Tensor:
         """``terms of z / all terms``, ``[scored]``."""

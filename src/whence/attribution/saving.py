@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from whence.errors import RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.plan import Plan
 from whence.report.checks import Validation
+from whence.solvers.certificate import Certificate
 from whence.spectrum import Estimate, Spectrum
 from whence.store import Run, ScoreParts
 from whence.store.files import read_json, replace_file, write_json
@@ -21,6 +23,8 @@ from whence.store.scores import PartOfScores
 
 __all__ = [
     "VALIDATION",
+    "certificate_from_json",
+    "certificate_to_json",
     "load",
     "plan_from_json",
     "plan_to_json",
@@ -37,13 +41,13 @@ VALIDATION = "validation.json"
 
 def save(result: Attribution, directory: Path) -> None:
     """Write everything of a result into a new directory (or over an earlier save of the same settings)."""
-    part = PartOfScores(result.indices, result.terms, result.chain_scores, result.dot_products)
+    part = PartOfScores(result.indices, result.terms, result.chain_scores, result.dot_products, result.norms)
     with Run(directory, dict(result.settings)):
         ScoreParts(directory / "scores").write(0, part)
         write_result(result, directory, parts=1)
 
 
-def write_result(result: Attribution, directory: Path, *, parts: int) -> None:
+def write_result(result: Attribution, directory: Path, *, parts: int, scores: str = "scores") -> None:
     """Write what stands beside the scores; ``result.json`` last, since it says that all is there."""
     write_shown(result, directory / "shown.parquet")
     if result.validation is not None:
@@ -53,6 +57,7 @@ def write_result(result: Attribution, directory: Path, *, parts: int) -> None:
         directory / "result.json",
         {
             "title": result.title,
+            "scores": scores,
             "score_parts": parts,
             "num_examples": result.num_examples,
             "num_terms": result.num_terms,
@@ -72,6 +77,11 @@ def write_result(result: Attribution, directory: Path, *, parts: int) -> None:
                 "num_term_products": solve.num_term_products,
                 "events": list(solve.events),
                 "paths": solve.paths.tolist(),
+                "solver": solve.solver,
+                "choice": solve.choice,
+                "certificate": certificate_to_json(solve.certificate),
+                "score_rms": None if solve.score_rms is None else solve.score_rms.tolist(),
+                "by_curvature": solve.by_curvature,
             },
         },
     )
@@ -92,9 +102,10 @@ def load(directory: str | Path) -> Attribution:
             f"the run in {path} is not finished; run the same command again to go on with it"
         )
     notes = read_json(path / "result.json")
-    scores = ScoreParts(path / "scores").read_all(notes["score_parts"])
+    scores = ScoreParts(path / notes["scores"]).read_all(notes["score_parts"])
     queries, exhibits, token_scores = read_shown(path / "shown.parquet")
     solve = notes["solve"]
+    rms = solve["score_rms"]
     return Attribution(
         chain_scores=scores.chains,
         indices=scores.indices,
@@ -114,6 +125,11 @@ def load(directory: str | Path) -> Attribution:
             num_term_products=solve["num_term_products"],
             events=tuple(solve["events"]),
             paths=torch.tensor(solve["paths"], dtype=torch.float64),
+            solver=solve["solver"],
+            choice=solve["choice"],
+            certificate=certificate_from_json(solve["certificate"]),
+            score_rms=None if rms is None else torch.tensor(rms, dtype=torch.float64),
+            by_curvature=solve["by_curvature"],
         ),
         queries=queries,
         exhibits=exhibits,
@@ -127,6 +143,7 @@ def load(directory: str | Path) -> Attribution:
         else environment(),
         seconds=notes["seconds"],
         validation=read_validation(path),
+        norms=scores.norms,
     )
 
 
@@ -213,7 +230,26 @@ def _encodable(row: dict[str, Any]) -> dict[str, Any]:
     return {name: clean(value) for name, value in row.items()}
 
 
-# --- spectrum and plan -------------------------------------------------------------------------------------
+# --- certificate, spectrum and plan --------------------------------------------------------------------
+
+
+def certificate_to_json(certificate: Certificate | None) -> dict[str, Any] | None:
+    """Lists of numbers; JSON has no infinity, so what is not bounded is null."""
+    if certificate is None:
+        return None
+    upper = [bound if math.isfinite(bound) else None for bound in certificate.upper.tolist()]
+    kept = {name: getattr(certificate, name) for name in ("damping", "operator_terms", "subset")}
+    return {"lower": certificate.lower.tolist(), "upper": upper, **kept}
+
+
+def certificate_from_json(value: dict[str, Any] | None) -> Certificate | None:
+    """Inverse of `certificate_to_json`."""
+    if value is None:
+        return None
+    upper = [math.inf if bound is None else bound for bound in value["upper"]]
+    bounds = {"lower": value["lower"], "upper": upper}
+    tensors = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in bounds.items()}
+    return Certificate(**{**value, **tensors})
 
 
 def spectrum_to_json(spectrum: Spectrum) -> dict[str, Any]:
@@ -231,6 +267,7 @@ def spectrum_to_json(spectrum: Spectrum) -> dict[str, Any]:
         "eigenvalues": None if spectrum.eigenvalues is None else spectrum.eigenvalues.tolist(),
         "num_parameters": spectrum.num_parameters,
         "seconds_per_term": spectrum.seconds_per_term,
+        "weights": None if spectrum.weights is None else spectrum.weights.tolist(),
     }
 
 
@@ -242,16 +279,20 @@ def spectrum_from_json(value: dict[str, Any]) -> Spectrum:
 
     constants = [value["sampling_constant"], value["top_sampling_constant"]]
     constant, top_constant = (None if pair is None else estimate(pair) for pair in constants)
-    eigenvalues = value["eigenvalues"]
+    eigenvalues, weights = (
+        None if value[name] is None else torch.tensor(value[name], dtype=torch.float64)
+        for name in ("eigenvalues", "weights")
+    )
     return Spectrum(
         trace=estimate(value["trace"]),
         frobenius=estimate(value["frobenius"]),
         lambda_max=estimate(value["lambda_max"]),
         sampling_constant=constant,
         top_sampling_constant=top_constant,
-        eigenvalues=None if eigenvalues is None else torch.tensor(eigenvalues, dtype=torch.float64),
+        eigenvalues=eigenvalues,
         num_parameters=value["num_parameters"],
         seconds_per_term=value["seconds_per_term"],
+        weights=weights,
     )
 
 

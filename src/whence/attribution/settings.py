@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from whence.attribution.stopping import Until
 from whence.errors import OptionError
 from whence.gauss_newton import Product
 from whence.plan import check_damping
 from whence.scoring import Method
-from whence.solvers import Lissa
+from whence.solvers import ConjugateGradient, Lissa
+from whence.solvers.choice import check_accuracy
 
-__all__ = ["Settings", "SolverChoice"]
+__all__ = ["Sampling", "Settings", "SolverChoice"]
 
-SolverChoice = Literal["auto", "lissa"] | Lissa
+SolverChoice = Literal["auto", "lissa", "cg"] | Lissa | ConjugateGradient
+#: How batches are drawn: with equal chances, by curvature (`whence.importance`), or as the measured noise suggests.
+Sampling = Literal["auto", "uniform", "curvature"]
 
 
 @dataclass(frozen=True)
@@ -23,21 +27,40 @@ class Settings:
     damping: float | str = "auto"
     solver: SolverChoice = "auto"
     product: Product = "auto"
+    accuracy: float = 0.995
     chains: int = 4
-    refine: float = 2.0
+    refine: float | None = None
     method: Method = "auto"
     baseline: bool = True
     shown: int = 20
     seed: int = 0
     micro_batch: int | None = None
     lanczos_terms: int = 4096
+    sampling: Sampling = "auto"
+    until: str | None = None
+    budget: float = 8.0
 
     def __post_init__(self) -> None:
         check_damping(self.damping)
-        if not isinstance(self.solver, Lissa) and self.solver not in ("auto", "lissa"):
-            raise OptionError(f"solver is {self.solver!r}; it must be 'auto', 'lissa' or a Lissa(plan)")
+        check_accuracy(self.accuracy)
+        if not isinstance(self.solver, (Lissa, ConjugateGradient)) and self.solver not in (
+            "auto",
+            "lissa",
+            "cg",
+        ):
+            raise OptionError(
+                f"solver is {self.solver!r}; it must be 'auto', 'lissa', 'cg', a Lissa(plan) or a ConjugateGradient()"
+            )
         if self.method not in ("auto", "directional", "gradients"):
             raise OptionError(f"method is {self.method!r}; it must be 'auto', 'directional' or 'gradients'")
+        if self.until is not None:
+            Until.parse(self.until)
+        if not self.budget >= 1:
+            raise OptionError(
+                f"budget is {self.budget}; it is a multiple of the first round's cost, at least 1"
+            )
+        if self.sampling not in ("auto", "uniform", "curvature"):
+            raise OptionError(f"sampling is {self.sampling!r}; it must be 'auto', 'uniform' or 'curvature'")
         if isinstance(self.solver, Lissa):
             plan = self.solver.plan
             if self.damping != "auto" and self.damping != plan.damping:
@@ -48,7 +71,7 @@ class Settings:
             raise OptionError(
                 f"chains is {self._chains}; error bars need at least 2 independent chains (4 by default)"
             )
-        if not self.refine >= 1:
+        if self.refine is not None and not self.refine >= 1:
             raise OptionError(f"refine is {self.refine}; it multiplies the plan's cost and is at least 1")
         if self.lanczos_terms < 1:
             raise OptionError(
@@ -66,8 +89,9 @@ class Settings:
         solver = self.solver
         return {
             "damping": self.damping,
-            "solver": f"{solver!r}" if isinstance(solver, Lissa) else solver,
+            "solver": solver if isinstance(solver, str) else f"{solver!r}",
             "product": self.product,
+            "accuracy": self.accuracy,
             "chains": self._chains,
             "refine": self.refine,
             "method": self.method,
@@ -76,4 +100,7 @@ class Settings:
             "seed": self.seed,
             "micro_batch": self.micro_batch,
             "lanczos_terms": self.lanczos_terms,
+            "sampling": self.sampling,
+            "until": self.until,
+            "budget": self.budget,
         }

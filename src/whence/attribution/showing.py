@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from whence.attribution.ranking import rank_examples
+from whence.attribution.uncertainty import Scored
 from whence.data import TermSet
 from whence.errors import DataError
 from whence.exhibit import Exhibit
@@ -58,7 +59,9 @@ def ends_of_rankings(scores: PartOfScores, shown: int, baseline: int = 5) -> lis
         ends = {
             position
             for harmful in (False, True)
-            for position, _, _ in rank_examples(scores.chains[:, q], shown, harmful=harmful, confidence=0.95)
+            for position, _, _ in rank_examples(
+                Scored(scores.chains[:, q]), shown, harmful=harmful, confidence=0.95
+            )
         }
         if scores.dots is not None:
             ends |= set(scores.dots[q].argsort(descending=True, stable=True)[:baseline].tolist())

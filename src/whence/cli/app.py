@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from whence.allocator import half_of_memory
 from whence.attribution import Attribution, attribute, load
 from whence.attribution.forecast import forecast
 from whence.attribution.saving import plan_to_json, spectrum_to_json
@@ -16,11 +17,13 @@ from whence.cli.job import Job, JobOptions
 from whence.cli.options import AsJson, guarded, takes_job
 from whence.cli.outcome import NOT_CONVERGED, out, print_json, say
 from whence.cli.reproduce import reproduce_command
-from whence.cli.tables import rows_as_json, show_forecast, show_plan, show_result
+from whence.cli.sweep import check_figure, draw, sweep_dampings
+from whence.cli.tables import rows_as_json, show_forecast, show_plan, show_result, show_sweep
 from whence.cli.validate import validate_command
 from whence.errors import RunDirectoryError
 from whence.gauss_newton import GaussNewton
-from whence.plan import Plan
+from whence.plan import Plan, check_damping
+from whence.solvers.choice import check_accuracy, choose
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.store.files import read_json, write_json
 
@@ -38,7 +41,11 @@ app = typer.Typer(
 
 Damping = Annotated[str, typer.Option(help="λ, auto (λmax/200), or a part of λmax: lambda_max/50.")]
 Chains = Annotated[int, typer.Option(help="Independent solves; their spread is the error bar.")]
-Refine = Annotated[float, typer.Option(help="Cost of each chain, as a multiple of the paper's plan.")]
+Refine = Annotated[
+    float | None,
+    typer.Option(help="Cost of each chain, as a multiple of the paper's plan; what the accuracy needs."),
+]
+Accuracy = Annotated[float, typer.Option(help="Expected correlation with the exact scores to aim at.")]
 Terms = Annotated[int, typer.Option(help="Terms (tokens) of the data that λmax is measured on at most.")]
 
 
@@ -54,40 +61,80 @@ def spectrum(job: Job, *, lanczos_terms: Terms = 4096, as_json: AsJson = False) 
 
 
 @app.command(
-    epilog="Example: [bold]whence plan path/to/model --train train.jsonl --queries queries.jsonl --damping auto[/]"
+    epilog="Examples:\n\n"
+    "[bold]whence plan path/to/model --train train.jsonl --queries queries.jsonl --damping auto[/]\n\n"
+    "[bold]whence plan path/to/model --train train.jsonl --damping-sweep --figure sweep.svg[/]",
 )
 @takes_job
 def plan(
     job: Job,
     *,
     damping: Damping = "auto",
+    accuracy: Accuracy = 0.995,
     chains: Chains = 4,
-    refine: Refine = 2.0,
+    refine: Refine = None,
     lanczos_terms: Terms = 4096,
     candidates: Annotated[str | None, typer.Option(help="As for attribute.")] = None,
+    damping_sweep: Annotated[
+        bool,
+        typer.Option(
+            "--damping-sweep",
+            help="Also tell what other λ, from λmax/2 to λmax/5000, would cost and change: 96 more products.",
+        ),
+    ] = False,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw the damping sweep to this file, .svg or .png.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the spectrum and tell what an attribution will cost in time, memory and disk. Nothing long is run."""
+    check_damping(_damping(damping))
+    check_accuracy(accuracy)
+    check_figure(figure, damping_sweep)
     shortlist = job.candidates(candidates)
     asked = job.options.queries or job.options.prompt or job.problem.queries
     queries = len(job.queries) if asked else 1
     gnh, measured = _measure(job, lanczos_terms)
+    choice = choose(
+        measured,
+        _damping(damping),
+        num_terms=gnh.num_terms,
+        queries=queries,
+        accuracy=accuracy,
+        chains=chains,
+        memory_bytes=half_of_memory(gnh.network.device),
+        generator=torch.Generator().manual_seed(job.options.seed),
+    )
+    refine = choice.of("lissa").refine if refine is None else refine
     made = Plan.tuned(measured, _damping(damping), num_terms=gnh.num_terms, chains=chains, refine=refine)
     examples = len(gnh.terms) if shortlist is None else len(shortlist)
-    cost = forecast(gnh, made, queries=queries, examples=examples)
+    cost = forecast(gnh, made, queries=queries, examples=examples, solver=choice.best)
+    sweep = None
+    if damping_sweep:
+        sweep = sweep_dampings(
+            gnh, made, cost, queries=queries, max_terms=lanczos_terms, refine=refine, seed=job.options.seed
+        )
+        if figure is not None:
+            draw(sweep, figure)
     if as_json:
         print_json(
             {
                 "spectrum": spectrum_to_json(measured),
                 "plan": plan_to_json(made),
+                "choice": choice.to_json(),
                 "queries": queries,
                 "examples": examples,
                 **dataclasses.asdict(cost),
+                **({} if sweep is None else {"damping_sweep": sweep.to_json()}),
             }
         )
         return
-    show_plan(out(), made)
+    show_plan(out(), made, choice)
     show_forecast(out(), cost, queries, examples)
+    if sweep is not None:
+        show_sweep(out(), sweep)
+    if figure is not None:
+        out().print(f"\nfigure: {figure}", markup=False, soft_wrap=True)
 
 
 @app.command(
@@ -110,8 +157,15 @@ def attribute_command(
         typer.Option(help="Where to write the page; RUN/report.html if there is a run directory."),
     ] = None,
     damping: Damping = "auto",
+    accuracy: Accuracy = 0.995,
     chains: Chains = 4,
-    refine: Refine = 2.0,
+    refine: Refine = None,
+    solver: Annotated[
+        str, typer.Option(help="auto, cg (conjugate gradients over all of the data) or lissa.")
+    ] = "auto",
+    sampling: Annotated[
+        str, typer.Option(help="How LiSSA's batches are drawn: auto, uniform or curvature.")
+    ] = "auto",
     lanczos_terms: Terms = 4096,
     candidates: Annotated[
         str | None,
@@ -128,6 +182,9 @@ def attribute_command(
     """Find the training examples behind the queries' answers, each with an error bar."""
     own = {
         "damping": damping,
+        "solver": solver,
+        "accuracy": accuracy,
+        "sampling": sampling,
         "chains": chains,
         "refine": refine,
         "lanczos_terms": lanczos_terms,
@@ -212,6 +269,9 @@ def _attribute(
         damping=_damping(own["damping"]),
         params=options.params or None,
         product=options.product,  # type: ignore[arg-type]  # checked there
+        solver=own["solver"],
+        accuracy=own["accuracy"],
+        sampling=own["sampling"],
         chains=own["chains"],
         refine=own["refine"],
         lanczos_terms=own["lanczos_terms"],
@@ -229,7 +289,7 @@ def _attribute(
     )
     _show(result, run, report, top, as_json)
     if not bool(result.solve.converged.all()):
-        say("the solver did not converge for every query; a larger --damping or --refine helps")
+        say("the solver did not converge for every query; a larger --damping helps, or more --chains")
         raise typer.Exit(NOT_CONVERGED)
 
 

@@ -9,18 +9,22 @@ from rich.text import Text
 
 from whence.attribution import Attribution, Row
 from whence.attribution.forecast import Forecast
+from whence.attribution.sweep import DampingForecast
 from whence.exhibit import Exhibit
 from whence.plan import Plan, format_bytes, format_duration
+from whence.solvers.choice import Choice
 
-__all__ = ["rows_as_json", "show_forecast", "show_plan", "show_result"]
+__all__ = ["rows_as_json", "show_forecast", "show_plan", "show_result", "show_sweep"]
 
 _WIDTH = 60
 
 
-def show_plan(console: Console, plan: Plan) -> None:
-    """The spectrum and the plan made from it."""
+def show_plan(console: Console, plan: Plan, choice: Choice) -> None:
+    """The spectrum, the solvers with their predicted costs, and LiSSA's plan."""
     console.print(str(plan.spectrum))
-    console.print()
+    console.print(f"\nto reach a correlation of {choice.accuracy:g} with the exact scores:")
+    console.print(str(choice), markup=False, soft_wrap=True)
+    console.print("\nLiSSA's plan:")
     console.print(str(plan))
 
 
@@ -42,6 +46,13 @@ def show_forecast(console: Console, cost: Forecast, queries: int, examples: int)
     console.print(f"disk           {format_bytes(cost.disk_bytes)} in the run directory")
 
 
+def show_sweep(console: Console, sweep: DampingForecast) -> None:
+    """What other dampings would cost and change."""
+    console.print("\nother dampings:")
+    console.print(str(sweep), markup=False, soft_wrap=True)
+    console.print(f"\n{sweep.words()}", markup=False)
+
+
 def show_result(console: Console, result: Attribution, k: int) -> None:
     """The ends of every query's ranking."""
     for q, exhibit in enumerate(result.queries):
@@ -49,10 +60,13 @@ def show_result(console: Console, result: Attribution, k: int) -> None:
         console.print(Text(f"query {q}: ", style="bold") + Text(_asked(exhibit)))
         state = "converged" if bool(result.solve.converged[q]) else "NOT CONVERGED"
         residual, error = float(result.solve.residual[q]), float(result.solve.residual_stderr[q])
-        console.print(
-            f"loss {float(result.query_losses[q]):.3g} nats; solver {state}, residual {residual:.2g} ± {error:.1g}; "
-            f"chains agree to {float(result.agreement[q]):.3f}"
-        )
+        certificate, size = result.solve.certificate, result.solve.score_rms
+        if certificate is None or size is None:
+            trust = f"residual {residual:.2g} ± {error:.1g}; chains agree to {float(result.agreement[q]):.3f}"
+        else:
+            proven = float(certificate.upper[q] / size[q])
+            trust = f"residual {residual:.2g}; error of the scores proven to be at most {proven:.2g} of their size"
+        console.print(f"loss {float(result.query_losses[q]):.3g} nats; solver {state}, {trust}")
         for harmful, name in ((False, "most helpful"), (True, "most harmful")):
             rows = [r for r in result.top(k, query=q, harmful=harmful) if (r.score < 0) == harmful]
             if rows:

@@ -63,8 +63,9 @@ class Question:
         scores, stderr: of all scored examples, in the order of ``indices``.
         residual, residual_stderr: of the solve, relative to ‖g‖.
         converged: whether the solve counts as converged.
-        agreement: mean correlation between the chains' scores, pair by pair.
+        agreement: mean correlation between the chains' scores, pair by pair; NaN where there is one.
         paths: ``[chains, steps]``: gᵀu along every chain, what the solver's path looked like.
+        proven: bounds of the scores' error relative to the scores, in root mean square, from a certificate; or None.
     """
 
     number: int
@@ -81,6 +82,7 @@ class Question:
     converged: bool
     agreement: float
     paths: Floats | None = None
+    proven: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,13 @@ class Trust:
     Attributes:
         spectrum: name -> (value, standard error): ``trace``, ``frobenius``, ``lambda_max``, ``sampling_constant``.
         eigenvalues: the top of the spectrum, largest first, or None.
-        plan: ``damping``, ``step_size``, ``batch_size``, ``num_steps``, ``chains``, ``constant``.
+        plan: the solver's settings: ``damping``, ``step_size``, ``batch_size``, ``num_steps``, ``chains`` and
+            ``constant``; or ``damping``, ``iterations`` and ``operator_terms``.
         events: what the solver had to change on the way, in words; empty if nothing.
         term: what a term is: "example" or "token".
         num_products, num_term_products: what was spent.
+        solver: ``"lissa"`` or ``"cg"``.
+        choice: why that one, in words; empty where it was asked for.
     """
 
     spectrum: Mapping[str, tuple[float, float]]
@@ -103,6 +108,8 @@ class Trust:
     term: str
     num_products: int
     num_term_products: int
+    solver: str = "lissa"
+    choice: str = ""
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,8 @@ def chain_paths(paths: Floats | None, tail: float) -> Markup | None:
             parts.append(f'y1="{y:.1f}" y2="{y:.1f}"/></svg>')
     parts.append(_above("gᵀu"))
     parts.append(_bottom_axis(Linear(0.0, float(steps)), 0.2, "step"))
-    label = f"The solver's path in {chains} chains of {count(steps)} steps"
+    how = f"in {chains} chains of" if chains > 1 else "of"
+    label = f"The solver's path {how} {count(steps)} steps"
     return _svg("".join(parts), height=HEIGHT, look="plot", label=label)
 
 

@@ -158,7 +158,9 @@ def question_view(question: Question, report: Report) -> QuestionView:
         baseline=baseline,
         axis=figures.whisker_axis(scale),
         histogram=figures.score_histogram(question, float(np.median(known)) if known.size else math.nan),
-        paths=figures.chain_paths(question.paths, report.trust.plan.get("tail", DEFAULT_TAIL)),
+        paths=figures.chain_paths(
+            question.paths, report.trust.plan.get("tail", DEFAULT_TAIL if question.proven is None else 0.0)
+        ),
         clear=(positive, negative, question.scores.size - positive - negative) if known.size else None,
         residual=words.residual(question),
         agreement=words.agreement(question),

@@ -35,6 +35,8 @@ _PLAN = {
     "num_steps": ("Steps T", "Steps in every chain: enough for the starting point to be forgotten."),
     "chains": ("Chains", "Independent repetitions. Their mean is the answer, their spread is its error."),
     "constant": ("Constant C", "Safety factor: the batch is at least C · trace / λmax."),
+    "iterations": ("Iterations", "Products with all questions at once; each makes every answer better."),
+    "operator_terms": ("{term}s in every product", "All of the data, so nothing is left to chance."),
     "tail": ("Averaged part", "The last part of every path, whose average is the chain’s answer."),
 }
 
@@ -64,7 +66,8 @@ def plan_facts(trust: Trust) -> Iterator[Fact]:
     for key, value in trust.plan.items():
         name, meaning = _PLAN.get(key, (key, ""))
         text = percentage(value) if key == "tail" else brief(value)
-        yield Fact(name, text, meaning.format(term=trust.term.capitalize()))
+        term = trust.term.capitalize()
+        yield Fact(name.format(term=term), text, meaning.format(term=term))
 
 
 def spectrum_facts(trust: Trust) -> Iterator[Fact]:
@@ -84,7 +87,8 @@ def spectrum_facts(trust: Trust) -> Iterator[Fact]:
 
 def spent_facts(trust: Trust) -> Iterator[Fact]:
     """What the solve cost."""
-    yield Fact("Products", count(trust.num_products), "Products of H with a vector, over all chains.")
+    what = "over all chains" if trust.solver == "lissa" else "with the vectors of all questions together"
+    yield Fact("Products", count(trust.num_products), f"Products of H with a vector, {what}.")
     yield Fact(
         f"{trust.term.capitalize()}s gone through",
         count(trust.num_term_products),
@@ -97,15 +101,23 @@ def residual(question: Question) -> str:
     value, error = question.residual, question.residual_stderr
     if not math.isfinite(value):
         return "The residual could not be measured."
-    spread = f" ± {percentage(error, 2)}" if math.isfinite(error) else ""
-    return (
-        f"Put back into its equation, the solution misses by {percentage(value)}{spread} of the question’s "
-        "gradient, measured on data that the solver had not used."
-    )
+    spread = f" ± {percentage(error, 2)}" if math.isfinite(error) and question.proven is None else ""
+    part = f"{percentage(value)}{spread} of the question’s gradient"
+    missed = f"Put back into its equation, the solution misses by {part}"
+    if question.proven is not None:
+        return f"{missed}, over all of the data that the solver used."
+    return f"{missed}, measured on data that the solver had not used."
 
 
 def agreement(question: Question) -> str:
-    """How alike the chains' scores are."""
+    """How alike the chains' scores are, or what is proven of them."""
+    if question.proven is not None:
+        low, high = question.proven
+        least = f", and at least {percentage(low, 2)}" if low > 0 else ""
+        return (
+            f"Proven: compared with the exact ones, the scores are wrong by at most {percentage(high, 2)} of their "
+            f"size, in root mean square over the training data{least}."
+        )
     value = question.agreement
     if not math.isfinite(value):
         return "Whether the chains agree could not be measured."

@@ -19,17 +19,21 @@ from whence.vectors import ParamVector
 __all__ = ["gradient_products"]
 
 
-def gradient_products(gnh: GaussNewton, directions: ParamVector, batch: Batch) -> Tensor:
-    """``∇ℓ(z)ᵀu``, ``[k]`` in float64, for a batch of one example; ``ℓ(z)`` is the mean over its terms."""
+def gradient_products(gnh: GaussNewton, directions: ParamVector, batch: Batch) -> tuple[Tensor, float]:
+    """``∇ℓ(z)ᵀu``, ``[k]`` in float64, and ``‖∇ℓ(z)‖²``, of one example; ``ℓ(z)`` is the mean over its terms."""
+    square = 0.0
     rows = {name: tensor.flatten(1) for name, tensor in directions.items()}
     total = torch.zeros(directions.columns or 1, dtype=torch.float64, device=batch.targets.device)
 
     def receive(name: str, gradient: Tensor) -> None:
-        total.add_(torch.mv(rows[name], gradient.reshape(-1).to(rows[name].dtype)))
+        nonlocal square
+        flat = gradient.reshape(-1).to(rows[name].dtype)
+        total.add_(torch.mv(rows[name], flat))
+        square += float(torch.dot(flat, flat))
 
     leaves = gnh.network.leaves()
     outputs = gnh.network.outputs(batch, leaves)
     check_finite(outputs)
     loss = gnh.task.query_losses(outputs, batch).sum()
     gnh.network.pull_back(loss, leaves, torch.ones_like(loss), receive)
-    return total
+    return total, square

@@ -23,6 +23,8 @@ from whence.vectors import ParamVector
 
 __all__ = ["Method", "Scorer"]
 
+#: Random directions that the lengths of gradients are estimated from, where no gradient is computed.
+_PROBES = 8
 Method = Literal["auto", "directional", "gradients"]
 
 
@@ -38,6 +40,8 @@ class Scorer:
         data: what to score; the operator's own data by default.
         method: ``"directional"`` (forwards only), ``"gradients"`` (one backward per example), or ``"auto"``: by
             the cost model of `whence.scoring.cost`.
+        norms: whether the lengths of the examples' gradients will be asked for. They are a by-product of gradients; the
+            other way estimates them from the derivatives along a few random directions, which has a price.
 
     Example:
         >>> from whence import Classification
@@ -53,7 +57,13 @@ class Scorer:
     """
 
     def __init__(
-        self, gnh: GaussNewton, directions: ParamVector, *, data: Any = None, method: Method = "auto"
+        self,
+        gnh: GaussNewton,
+        directions: ParamVector,
+        *,
+        data: Any = None,
+        method: Method = "auto",
+        norms: bool = False,
     ) -> None:
         if method not in ("auto", "directional", "gradients"):
             raise OptionError(f"method is {method!r}; it must be 'auto', 'directional' or 'gradients'")
@@ -73,9 +83,14 @@ class Scorer:
         #: The counted work of one example, and what the choice was made from.
         self.work: Work = count_work(gnh.network, self._pilot, gnh.micro_batch)
         vectorised = gnh.product == "exact" and gnh.vectorises(self._pilot, directions)
+        #: Whether lengths of gradients can be asked for.
+        self.norms = norms
+        self._probes = _PROBES if norms else 0
         self._costs = {
             "directional": self.work.directional(
-                directions.columns or 1, exact=gnh.product == "exact", vectorised=vectorised
+                (directions.columns or 1) + self._probes,
+                exact=gnh.product == "exact",
+                vectorised=vectorised,
             ),
             "gradients": self.work.gradients(directions.columns or 1),
         }
@@ -105,15 +120,29 @@ class Scorer:
 
     def score(self, positions: Tensor) -> Tensor:
         """``[k, len(positions)]`` in float64."""
-        result = torch.zeros(self.directions.columns or 1, len(positions), dtype=torch.float64)
+        return self._score(positions)[0]
+
+    def score_with_norms(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and ``‖∇ℓ(z)‖``, ``[len(positions)]``; of a scorer that was made for ``norms``."""
+        rows, squares = self._score(positions)
+        if squares is None:
+            raise OptionError("this scorer was made without norms=True; make another one")
+        return rows, squares.sqrt()
+
+    def _score(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        k = self.directions.columns or 1
         if self.method == "gradients":
+            result = torch.zeros(k, len(positions), dtype=torch.float64)
+            squares = torch.zeros(len(positions), dtype=torch.float64)
             for column, position in enumerate(positions.tolist()):
                 batch = self.terms.fetch(torch.tensor([position]))
-                result[:, column] = gradient_products(self.gnh, self.directions, batch).cpu()
-            return result
+                products, squares[column] = gradient_products(self.gnh, self.directions, batch)
+                result[:, column] = products.cpu()
+            return result, squares if self._probes else None
+        result = torch.zeros(k + self._probes, len(positions), dtype=torch.float64)
         for columns, shares in self._shares(positions):
             result[:, columns] = shares.sum(2)
-        return result
+        return result[:k], result[k:].square().mean(0) if self._probes else None
 
     def term_shares(self, positions: Tensor) -> list[Tensor]:
         """Each term's share of each example's score, ``[k, terms]`` per example; they add up to it.
@@ -122,10 +151,11 @@ class Scorer:
         directional derivatives cost, whichever way scores are computed in.
         """
         result = [torch.empty(0)] * len(positions)
+        k = self.directions.columns or 1
         for columns, shares in self._shares(positions):
             for row, column in enumerate(columns.tolist()):
                 alone = self.terms.fetch(positions[column : column + 1])  # without its batch's padding
-                result[column] = shares[:, row, : alone.targets[0].numel()]
+                result[column] = shares[:k, row, : alone.targets[0].numel()]
         return result
 
     def _shares(self, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -140,5 +170,14 @@ class Scorer:
 
     def _of_terms(self, batch: Batch) -> Tensor:
         if self._derivatives is None:
-            self._derivatives = DirectionalDerivatives(self.gnh, self.directions, self._pilot)
+            self._derivatives = DirectionalDerivatives(self.gnh, self._with_probes(), self._pilot)
         return self._derivatives.of_terms(batch)
+
+    def _with_probes(self) -> ParamVector:
+        """The directions, and normal ones ξ: ``E (∇ℓ(z)ᵀξ)² = ‖∇ℓ(z)‖²``."""
+        if not self._probes:
+            return self.directions
+        like = self.directions.zeros(self._probes)
+        probes = like.randn_like(torch.Generator().manual_seed(0))
+        together = {name: torch.cat([t, probes[name]]) for name, t in self.directions.items()}
+        return ParamVector(together, columns=(self.directions.columns or 1) + self._probes)

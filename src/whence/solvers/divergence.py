@@ -4,7 +4,9 @@ The solution is never longer than ``‖g‖/λ``, and iterates that converge sta
 factor of `SLACK` means divergence, noticed within a few steps of the growth. The path leaves along some
 direction v. Full-batch steps diverge along v once ``η(vᵀHv + λ) > 2``; a planned step has at most 1 there. So if it
 exceeds 1.5 on a large fresh batch, the step is too long: λmax was underestimated. If not, the step suits H but
-not its small-batch versions: the batch is too small (the paper's condition).
+not its small-batch versions: the batch is too small (the paper's condition). With a preconditioner P the matrix of the
+steps is ``P⁻¹(H + λ)``, and ``‖Av‖²_{P⁻¹} / vᵀAv``, never above its largest eigenvalue, takes the place of
+``vᵀHv + λ``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 from whence.errors import DivergenceError
 from whence.operators import Damped
 from whence.plan import Plan
+from whence.preconditioners import Preconditioner
 from whence.vectors import ParamVector
 
 __all__ = ["Divergence", "answer", "left_the_ball"]
@@ -43,10 +46,11 @@ class Divergence:
     radius: Tensor
     system: Damped
     plan: Plan
+    preconditioner: Preconditioner | None = None
 
     @cached_property
     def curvature(self) -> float:
-        """``vᵀHv`` along the direction of escape, on a large batch; NaN if the path is not finite."""
+        """``vᵀHv + λ`` (or its preconditioned version) along the direction of escape; NaN if the path is not finite."""
         columns = self.iterate.unstack()
         growth = self.iterate.norm() / self.radius
         worst = columns[int(growth.reshape(-1).nan_to_num(math.inf).argmax())]
@@ -54,14 +58,16 @@ class Divergence:
             return math.nan
         direction = worst.clone().scale_(1 / float(worst.norm()))
         terms = min(self.system.num_terms, max(10 * self.plan.batch_size, 1000))
-        generator = torch.Generator().manual_seed(self.step)
-        return float(self.system.operator.subset(terms, generator).quadratic_form(direction))
+        large = self.system.subset(terms, torch.Generator().manual_seed(self.step))
+        if self.preconditioner is None:
+            return float(large.quadratic_form(direction))
+        product = large.matvec(direction)
+        return float(product.dot(self.preconditioner.solve(product)) / direction.dot(product))
 
     @property
     def step_too_long(self) -> bool:
         """Whether the step exceeds what the curvature along the escape allows."""
-        curvature = self.curvature
-        return not self.plan.step_size * (curvature + self.plan.damping) <= _STEP_LIMIT
+        return not self.plan.step_size * self.curvature <= _STEP_LIMIT
 
     @property
     def message(self) -> str:
@@ -72,8 +78,8 @@ class Divergence:
         )
         if self.step_too_long:
             return (
-                f"{what} The step η = {self.plan.step_size:.3g} is too long: the curvature along the path is "
-                f"{self.curvature:.3g}, the plan assumed λmax = {self.plan.spectrum.lambda_max}."
+                f"{what} The step η = {self.plan.step_size:.3g} is too long: the curvature along the path, damping "
+                f"included, is {self.curvature:.3g}, the plan assumed λmax = {self.plan.spectrum.lambda_max}."
             )
         return f"{what} The batch |B| = {self.plan.batch_size:,} is too small for this step."
 

@@ -8,6 +8,10 @@ path removes it, at no cost but one vector; the last iterate, as in the paper, i
 
 *Start.* g/λ is exact in flat directions of H, and no iterate needs to be longer than it.
 *Chains.* Independent repetitions: their mean is the solution, their spread its standard error.
+*Preconditioner.* ``u^t = u^{t-1} - ηP⁻¹[(H̃_t + λ)u^{t-1} - g]`` from ``u⁰ = P⁻¹g``: plain LiSSA in the coordinates
+``P^{1/2}u``, where the matrix is ``P^{-1/2}HP^{-1/2}`` and the smallest eigenvalue of the system takes λ's place. The
+plan must be made for that matrix (`Plan.preconditioned`): the batch bound grows as the steps get longer, and what is
+saved in the end is ``Tr(P⁻¹H)`` instead of ``Tr(H)/λ`` in the cost ``T·|B| ≈ 2C·Tr(P⁻¹H)``.
 *Divergence.* ``‖u*‖ ≤ ‖g‖/λ``. A path that leaves this ball by a factor is diverging, whatever the cause; a
 quadratic form along the direction in which it left tells the cause. See `whence.solvers.divergence`.
 
@@ -29,6 +33,7 @@ import torch
 from whence.errors import OptionError, WhenceWarning
 from whence.operators import Damped
 from whence.plan import Plan
+from whence.preconditioners import Preconditioner
 from whence.progress import ticker
 from whence.solvers.base import Solution, Solver, check_right_hand_side
 from whence.solvers.divergence import Divergence, answer, left_the_ball
@@ -50,6 +55,7 @@ class Lissa(Solver):
         recover: answer divergence by a smaller step or a larger batch (with a warning), or raise at once.
         residual_batches: held-out batches for the residual, four times the plan's size each.
         tolerance: the residual, relative to ‖g‖, at which a solution counts as converged.
+        preconditioner: P, for which the plan was made; None for the paper's LiSSA.
 
     Example:
         >>> from whence import Dense, FiniteSum, Damped, ParamVector, estimate_spectrum
@@ -67,6 +73,7 @@ class Lissa(Solver):
     recover: bool = True
     residual_batches: int = 8
     tolerance: float = 0.5
+    preconditioner: Preconditioner | None = None
 
     def __post_init__(self) -> None:
         if self.average not in ("tail", "last"):
@@ -77,18 +84,28 @@ class Lissa(Solver):
             raise OptionError(f"residual_batches is {self.residual_batches}; an estimate needs at least 2")
 
     def solve(
-        self, A: Damped, rhs: ParamVector, *, generator: torch.Generator, journal: Journal | None = None
+        self,
+        A: Damped,
+        rhs: ParamVector,
+        *,
+        generator: torch.Generator,
+        journal: Journal | None = None,
+        start: ParamVector | None = None,
     ) -> Solution:
         """Solve ``A u = g`` for one right-hand side or a block; a block shares every batch.
 
         Args:
-            A: the damped operator; its damping must be the plan's.
+            A: the damped operator; its damping must be the plan's, or the preconditioner's.
             rhs: g.
             generator: all randomness comes from here.
             journal: keeps the solve safe on its way, and hands it back to go on with.
+            start: u⁰ of every chain; g/λ or P⁻¹g by default. What is left of a start's error is common to all chains,
+                so their spread does not show it.
         """
         self._check(A)
         check_right_hand_side(A, rhs)
+        if start is not None:
+            rhs.check_same_form(start, "start")
         state = None if journal is None else journal.restore()
         if state is None:
             state = SolveState.begin(self.plan, generator)
@@ -96,7 +113,7 @@ class Lissa(Solver):
             generator.set_state(state.generator)
             A.operator.restore_state(state.operator)
         while len(state.finished) < state.plan.chains:
-            self._run_chain(A, rhs, state, journal)
+            self._run_chain(A, rhs, state, journal, start)
         value = ParamVector.mean(state.finished)
         plan = state.plan
         batch = min(4 * plan.batch_size, A.num_terms)
@@ -114,11 +131,18 @@ class Lissa(Solver):
             paths=torch.tensor(state.paths, dtype=torch.float64),
         )
 
-    def _run_chain(self, A: Damped, rhs: ParamVector, state: SolveState, journal: Journal | None) -> None:
+    def _run_chain(
+        self,
+        A: Damped,
+        rhs: ParamVector,
+        state: SolveState,
+        journal: Journal | None,
+        start: ParamVector | None,
+    ) -> None:
         """Begin or go on with the next chain, to its end; or begin all again more cautiously if it diverges."""
         number, plan = len(state.finished), state.plan
         if state.chain is None:
-            state.chain = self.start(A, rhs, state.seeds[number])
+            state.chain = self.start(A, rhs, state.seeds[number], at=start)
             state.paths.append([])
         chain, path = state.chain, state.paths[number]
         with ticker(f"chain {number + 1} of {plan.chains}", plan.num_steps, done=chain.step) as tick:
@@ -144,9 +168,14 @@ class Lissa(Solver):
             state.operator = A.operator.state()  # telling the cause of a divergence took a product, too
             journal.record(state, now=True)
 
-    def start(self, A: Damped, rhs: ParamVector, seed: int) -> Chain:
-        """A chain at ``u⁰ = g/λ`` with a random stream of its own."""
-        iterate = rhs.clone().scale_(1 / A.damping)
+    def start(self, A: Damped, rhs: ParamVector, seed: int, *, at: ParamVector | None = None) -> Chain:
+        """A chain at ``u⁰ = g/λ``, ``P⁻¹g``, or where it is told to begin, with a random stream of its own."""
+        if at is not None:
+            iterate = at.clone()
+        elif self.preconditioner is not None:
+            iterate = self.preconditioner.solve(rhs)
+        else:
+            iterate = rhs.clone().scale_(1 / A.damping)
         average = iterate.zeros_like() if self.average == "tail" else iterate
         return Chain(iterate, average, 0, torch.Generator().manual_seed(seed))
 
@@ -165,12 +194,16 @@ class Lissa(Solver):
         radius = rhs.norm() / A.damping
         while chain.step < (plan.num_steps if until is None else until):
             A_t = A.sample(plan.batch_size, chain.generator)
-            # u ← u - η[(H̃_t + λ)u - g], added in place, parameter by parameter
-            A_t.add_matvec_(chain.iterate, chain.iterate, -plan.step_size)
-            chain.iterate.axpy_(plan.step_size, rhs)
+            if self.preconditioner is None:
+                # u ← u - η[(H̃_t + λ)u - g], added in place, parameter by parameter
+                A_t.add_matvec_(chain.iterate, chain.iterate, -plan.step_size)
+                chain.iterate.axpy_(plan.step_size, rhs)
+            else:
+                residual = A_t.matvec(chain.iterate).axpy_(-1.0, rhs)
+                chain.iterate.axpy_(-plan.step_size, self.preconditioner.solve(residual))
             chain.step += 1
             if left_the_ball(chain.iterate, radius):
-                return Divergence(chain.iterate, chain.step, radius, A, plan)
+                return Divergence(chain.iterate, chain.step, radius, A, plan, self.preconditioner)
             if self.average == "tail" and chain.step > burn_in:
                 chain.average.lerp_(chain.iterate, 1 / (chain.step - burn_in))
             if on_step is not None:
@@ -182,10 +215,14 @@ class Lissa(Solver):
             raise OptionError(
                 f"LiSSA solves a damped system; wrap the operator: Damped(operator, {self.plan.damping})"
             )
-        if abs(A.damping - self.plan.damping) > 1e-9 * self.plan.damping:
+        made_for, whose = (
+            (self.plan.damping, "plan")
+            if self.preconditioner is None
+            else (self.preconditioner.damping, "preconditioner")
+        )
+        if abs(A.damping - made_for) > 1e-9 * made_for:
             raise OptionError(
-                f"the system's damping is {A.damping}, the plan was made for {self.plan.damping}; "
-                "make both from one value"
+                f"the system's damping is {A.damping}, the {whose} was made for {made_for}; make both from one value"
             )
         if self.plan.batch_size > A.num_terms:
             raise OptionError(

@@ -3,9 +3,10 @@
 A part is written whole or not at all, so a run that was killed while scoring goes on with the first part that
 is missing. Together the parts are an ordinary Parquet data set with one row for each query and example::
 
-    query  index  terms  score  stderr  chain_0 … chain_{m-1}  dot_product
+    query  index  terms  score  stderr  chain_0 … chain_{m-1}  dot_product  norm
 
-`dot_product` is the plain gradient dot product, null where it was not asked for.
+`dot_product` is the plain gradient dot product, `norm` the length of the example's gradient; null where they were not
+asked for. `stderr` is of several chains; the errors of a single one follow from its certificate and the norms.
 """
 
 from __future__ import annotations
@@ -33,22 +34,26 @@ class PartOfScores:
         terms: how many terms each has, ``[n]``.
         chains: scores by every chain, ``[chains, queries, n]``.
         dots: gradient dot products, ``[queries, n]``, or None.
+        norms: lengths of the examples' gradients, ``[n]``, or None.
     """
 
     indices: Tensor
     terms: Tensor
     chains: Tensor
     dots: Tensor | None
+    norms: Tensor | None = None
 
     @staticmethod
     def join(parts: list[PartOfScores]) -> PartOfScores:
         """One after the other."""
         dots = [part.dots for part in parts if part.dots is not None]
+        norms = [part.norms for part in parts if part.norms is not None]
         return PartOfScores(
             torch.cat([part.indices for part in parts]),
             torch.cat([part.terms for part in parts]),
             torch.cat([part.chains for part in parts], dim=2),
             torch.cat(dots, dim=1) if len(dots) == len(parts) else None,
+            torch.cat(norms) if len(norms) == len(parts) else None,
         )
 
 
@@ -87,7 +92,8 @@ class ScoreParts:
 
         chains = torch.stack([column(name) for name in names])
         dots = None if table["dot_product"].null_count else column("dot_product")
-        return PartOfScores(column("index")[0], column("terms")[0], chains, dots)
+        norms = None if table["norm"].null_count else column("norm")[0]
+        return PartOfScores(column("index")[0], column("terms")[0], chains, dots, norms)
 
     def read_all(self, count: int) -> PartOfScores:
         """All parts together."""
@@ -119,10 +125,12 @@ class ScoreParts:
         }
         columns |= {f"chain_{k}": part.chains[k].flatten().numpy() for k in range(chains)}
         table = pa.table(columns)
-        dots = (
-            pa.nulls(queries * examples, pa.float64())
-            if part.dots is None
-            else pa.array(part.dots.flatten().numpy())
-        )
-        table = table.append_column("dot_product", dots)
+        optional = {
+            "dot_product": part.dots,
+            "norm": None if part.norms is None else part.norms.repeat(queries),
+        }
+        for name, values in optional.items():
+            absent = pa.nulls(queries * examples, pa.float64())
+            column = absent if values is None else pa.array(values.flatten().numpy())
+            table = table.append_column(name, column)
         replace_file(self.path(number), lambda temporary: pq.write_table(table, temporary))

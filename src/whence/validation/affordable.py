@@ -23,6 +23,7 @@ from whence.attribution.saving import VALIDATION, read_validation
 from whence.data import TermSet
 from whence.errors import OptionError, RunDirectoryError, WhenceError
 from whence.gauss_newton import GaussNewton
+from whence.importance import measure_importance
 from whence.report.checks import NAMES, Check, Comparison, Validation
 from whence.selection import ParameterFilter
 from whence.store.files import write_json
@@ -86,6 +87,8 @@ def validate(
     )
     TermSet(queries, task, gnh.network.device)  # refuses what is no list of examples
     _recognise(gnh, queries, result)
+    if result.solve.by_curvature:
+        gnh.terms.importance = measure_importance(gnh).probabilities()
     notes = _Notes.open(directory, of_value([result.chain_scores, result.indices]))
     job = Job(gnh, queries, params, result, budget=budget_seconds, points=points, seed=seed)
     notes.keep(solver_check(result))

@@ -12,7 +12,6 @@ run's: agreement there would say nothing about them.
 from __future__ import annotations
 
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +19,8 @@ from typing import Any
 
 import torch
 
+from whence.allocator import half_of_memory
 from whence.attribution import Attribution
-from whence.attribution.ranking import half_width
 from whence.errors import SolverError, WhenceWarning
 from whence.gauss_newton import GaussNewton
 from whence.plan import Plan, format_bytes, format_duration
@@ -145,6 +144,10 @@ def _choose(result: Attribution, points: int, generator: torch.Generator) -> lis
 
 def _check_batch(job: Job, _: list[Comparison], __: Callable[[], None]) -> Check:
     gnh, share = job.gnh, _SHARES["batch"] * job.left
+    if job.result.solve.certificate is not None:
+        return skipped(
+            "batch", "the solver went through all of its data in every product, and drew no batches."
+        )
     if len(gnh.terms) < 2:
         return skipped("batch", "there is a single training example, and nothing to draw.")
     per_example = gnh.terms.terms_per_example
@@ -177,7 +180,7 @@ def _fine_tune(job: Job, done: list[Comparison], write: Callable[[], None]) -> C
     """Fine-tune on the chosen examples, a few at a time; ``done`` is added to and written down every time."""
     gnh, plan = job.gnh, job.plan
     needed = 8 * (sum(p.numel() for p in gnh.network.model.parameters()) + 10 * gnh.num_parameters)
-    memory = _half_of_memory(gnh.network.device)
+    memory = half_of_memory(gnh.network.device)
     if memory is not None and needed > memory:
         return skipped(
             "fine-tuning",
@@ -214,9 +217,8 @@ def _compare(job: Job, turn: Sequence[tuple[int, str]], max_gradients: int | Non
         if len(turn) > 1:
             return [comparison for one in turn for comparison in _compare(job, [one], max_gradients)]
         response = None
-    chains = job.result.chain_scores[:, :, places_of(job.result, indices)].double()
-    scores, count = chains.mean(0), len(chains)
-    errors = half_width(chains.std(0) / math.sqrt(count), count - 1, 0.95)
+    scored = job.result.scored.at(slice(None), places_of(job.result, indices))
+    scores, errors = scored.mean.double(), scored.half_width(0.95).double()
     found, reach = torch.zeros_like(scores), torch.zeros_like(scores)
     if response is not None:
         found = response.scores.cpu()
@@ -253,6 +255,7 @@ def _respond(job: Job, indices: list[int], max_gradients: int | None) -> Proxima
             tolerance=_TOLERANCE if full_batch else None,
             max_gradients=max_gradients or 1000,
             micro_batch=job.result.settings.get("micro_batch"),
+            importance=gnh.terms.importance,
         )
 
 
@@ -308,15 +311,6 @@ def _iterations(condition_number: float, tolerance: float) -> int:
 def _block(columns: int) -> float:
     """Cost of a product with a block, in products with one vector: the pass at θ is shared."""
     return (1 + 4 * columns) / 5
-
-
-def _half_of_memory(device: torch.device) -> float | None:
-    """Bytes; None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] / 2
-    if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
-    return None
 
 
 #: Check -> how to run it, given what was compared before and how to write down what is added. In their order.

@@ -66,22 +66,28 @@ def solver_check(result: Attribution) -> Check:
         numbers["largest residual"] = residual, _finite(error)
     if math.isfinite(agreement):
         numbers["least agreement of chains"] = agreement, 0.0
-    changes = (
-        f" On the way it had to change its settings {_times(len(solve.events))}." if solve.events else ""
-    )
+    changes = f" {' '.join(solve.events)}" if solve.events else ""
     if converged < queries:
         text = (
             f"It did not, for {queries - converged} of {queries} questions: put back into their equation, solutions "
             f"miss by up to {residual:.0%}. A larger damping or a larger refine helps."
         )
         return Check("solver", "doubt", text + changes, numbers)
+    whose = "the question" if queries == 1 else f"all {queries} questions"
+    if solve.certificate is not None and solve.score_rms is not None:
+        proven = float((solve.certificate.upper / solve.score_rms.clamp_min(1e-300)).max())
+        numbers["largest proven error"] = _finite(proven), 0.0
+        text = (
+            f"For {whose} it converged, and proved it: the scores are within {proven:.1%} of their size of the exact "
+            "ones, in root mean square over the training data."
+        )
+        return Check("solver", "trust", text + changes, numbers)
     if not agreement >= AGREED:
         text = (
             f"It stopped where it should, but independent repetitions agree only roughly: their scores correlate "
             f"{agreement:.2f}. A larger refine brings them together."
         )
         return Check("solver", "cannot tell", text + changes, numbers)
-    whose = "the question" if queries == 1 else f"all {queries} questions"
     text = (
         f"For {whose} it converged, on data it had not seen, and {len(result.chain_scores)} independent "
         f"repetitions give nearly the same scores: they correlate at least {agreement:.3f}."
@@ -310,7 +316,3 @@ def _notes_on(used: int, lost: int, planned: int) -> str:
 
 def _finite(error: float) -> float:
     return error if math.isfinite(error) else 0.0
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"

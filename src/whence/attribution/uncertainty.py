@@ -1,0 +1,113 @@
+"""Scores and what is known of their errors, whichever solver they come from.
+
+*Sampling.* Independent chains: their spread is the error, with Student's t for so few. Two scores of one query share
+much of their error, so a difference is judged chain by chain.
+
+*A certificate.* A deterministic solver proves ``‖u - u*‖_A ≤ b``. Over training examples z whose labels the model draws
+itself, ``E_z (∇ℓ(z)ᵀ(u - u*))² ≤ b²`` and ``E_z ‖∇ℓ(z)‖² = Tr(H)``, so the error of a score is taken to have the spread
+``b ‖∇ℓ(z)‖ / √Tr(H)``: proven on average over examples, shared out by the length of their gradients. (The bound that
+holds for each of them, ``b ‖∇ℓ(z)‖ / √λ``, is `Attribution.bounds`.)
+
+Both bound the solver's error, the distance to the exact damped score; neither knows of the distance from influence to
+retraining.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from scipy.special import ndtri, stdtrit
+from torch import Tensor
+
+from whence.errors import OptionError
+
+__all__ = ["Scored", "half_width"]
+
+
+def half_width(stderr: Tensor, degrees_of_freedom: float, confidence: float) -> Tensor:
+    """Half of a confidence interval, by Student's t, or by the normal distribution at infinitely many degrees."""
+    if not 0 < confidence < 1:
+        raise OptionError(f"confidence is {confidence}; it is a probability, such as 0.95")
+    part = 0.5 + confidence / 2
+    quantile = ndtri(part) if math.isinf(degrees_of_freedom) else stdtrit(degrees_of_freedom, part)
+    return stderr * float(quantile)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores with their errors.
+
+    Attributes:
+        chains: by every independent chain, ``[chains, …]``; one where the solver is deterministic.
+        certified: spread that a certificate allows for, ``[…]``, or None.
+    """
+
+    chains: Tensor
+    certified: Tensor | None = None
+
+    @property
+    def mean(self) -> Tensor:
+        """The scores."""
+        return self.chains.mean(0)
+
+    @property
+    def stderr(self) -> Tensor:
+        """Standard errors: of the chains' mean, of the certificate, or of both together."""
+        return self._combined(self._sampling(), 1.0, 1.0)
+
+    @property
+    def degrees_of_freedom(self) -> float:
+        """For Student's t: one less than the chains; infinite where there is nothing random."""
+        return len(self.chains) - 1 if len(self.chains) > 1 else math.inf
+
+    def half_width(self, confidence: float) -> Tensor:
+        """Half of the confidence intervals."""
+        one = torch.ones((), dtype=self.chains.dtype)
+        student = float(half_width(one, self.degrees_of_freedom, confidence))
+        normal = float(half_width(one, math.inf, confidence))
+        return self._combined(self._sampling(), student, normal)
+
+    def at(self, *where: int | slice | list[int] | Tensor) -> Scored:
+        """The same for a part of the scores."""
+        certified = None if self.certified is None else self.certified[where]
+        return Scored(self.chains[(slice(None), *where)], certified)
+
+    def minus(self, other: Scored) -> Scored:
+        """Differences of scores of one query, which share what is common in their errors."""
+        certified = None
+        if self.certified is not None and other.certified is not None:
+            certified = torch.hypot(self.certified, other.certified)
+        return Scored(self.chains - other.chains, certified)
+
+    def above(self, other: Scored, confidence: float) -> Tensor:
+        """Whether these scores exceed the others beyond the errors of their differences."""
+        difference = self.minus(other)
+        result: Tensor = difference.mean > difference.half_width(confidence)
+        return result
+
+    @staticmethod
+    def join(parts: Sequence[Scored]) -> Scored:
+        """Lists of scores, one after the other."""
+        certified = [part.certified for part in parts if part.certified is not None]
+        return Scored(
+            torch.cat([part.chains for part in parts], dim=1),
+            torch.cat(certified) if len(certified) == len(parts) else None,
+        )
+
+    def negated(self) -> Scored:
+        """Scores from the other end."""
+        return Scored(-self.chains, self.certified)
+
+    def _sampling(self) -> Tensor | None:
+        count = len(self.chains)
+        return self.chains.std(0) / math.sqrt(count) if count > 1 else None
+
+    def _combined(self, sampling: Tensor | None, student: float, normal: float) -> Tensor:
+        if sampling is None:
+            return torch.zeros_like(self.chains[0]) if self.certified is None else normal * self.certified
+        if self.certified is None:
+            return student * sampling
+        return torch.hypot(student * sampling, normal * self.certified)
