@@ -1,7 +1,8 @@
 """Kills a run again and again until it is done, and compares its numbers with those of an uninterrupted one.
 
 Run as a program, so that the processes it forks start with everything imported and nothing running:
-``python interruptions.py DIRECTORY PRODUCT SOLVER``. Prints JSON: one row for each run, with the phases it was killed in.
+``python interruptions.py DIRECTORY PRODUCT SOLVER``. Prints JSON: one row for each run, with the phases it was killed
+in.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def test_a_setting_that_is_gone_is_a_difference_too(tmp_path: Path) -> None:
         Run(tmp_path, CONFIG)
 
 
-@pytest.mark.parametrize("found", [0, 2, "1", None])
+@pytest.mark.parametrize("found", [0, 1, FORMAT + 1, "1", None])
 def test_another_format_is_refused(tmp_path: Path, found: Any) -> None:
     Run(tmp_path, CONFIG)
     write_json(tmp_path / "config.json", {"format": found, **CONFIG} if found is not None else CONFIG)

@@ -246,7 +246,7 @@ def test_the_parts_are_one_parquet_data_set_with_the_documented_columns(tmp_path
     table = ds.dataset(tmp_path, format="parquet").to_table()
     chain_names = ["chain_0", "chain_1", "chain_2"]
     assert table.column_names == [
-        "query", "index", "terms", "score", "stderr", *chain_names, "dot_product",
+        "query", "index", "terms", "score", "stderr", *chain_names, "dot_product", "norm",
     ]  # fmt: skip
     assert {str(table.schema.field(n).type) for n in ("score", "stderr", "dot_product")} == {"double"}
     assert table.num_rows == 2 * 5 + 2 * 3

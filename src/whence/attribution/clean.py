@@ -14,9 +14,9 @@ Each phase takes from the run directory what is there and computes what is not, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from whence.attribution.exhibits import Describe, exhibit_of
 from whence.attribution.saving import spectrum_from_json, spectrum_to_json
 from whence.attribution.showing import describer
 from whence.attribution.uncertainty import half_width
-from whence.errors import DataError, OptionError, RunDirectoryError
+from whence.data import TermSet
+from whence.errors import DataError, OptionError
 from whence.exhibit import Exhibit
 from whence.gauss_newton import GaussNewton, Product
 from whence.operators import LinearOperator
@@ -50,12 +51,12 @@ from whence.self_influence import (
 )
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.store import Run
-from whence.store.files import replace_file
 from whence.store.fingerprint import of_data, of_model, of_value
+from whence.store.readings import ReadingParts
 from whence.store.run import environment
 from whence.tasks import Task
 
-__all__ = ["ReadingParts", "clean"]
+__all__ = ["clean"]
 
 #: A part of the pass should take about this many flops: a minute or so on a few cores.
 _FLOPS_PER_PART = 2e12
@@ -120,7 +121,8 @@ def clean(
         task: what the model's outputs mean.
         by: what ranks: ``"self-influence"``, ``"loss"`` or ``"gradient-norm"``. All three are computed and shown.
         queries: examples that the model should get right, such as a validation set. Then the examples are also ranked
-            by the harm they do to these together, as `attribute` finds it; every query is a right-hand side to solve for.
+            by the harm they do to these together, as `attribute` finds it: each query is solved for, so a few dozen are
+            better than thousands.
         damping: λ, ``"auto"`` (λmax/200) or ``"lambda_max/50"``.
         rank: of the approximation; by default 32, or what half of the memory holds.
         params: which parameters: a predicate on names or glob patterns; all trainable ones by default.
@@ -154,10 +156,10 @@ def clean(
     gnh = GaussNewton(model, task, train, params=params, product=product, micro_batch=micro_batch)
     if rank is not None:
         check_rank(gnh, 1.0, rank)
-    if queries is not None and len(queries) == 0:
-        raise DataError("the queries are empty; give at least one, or None")
+    if queries is not None:
+        _check_queries(queries, gnh)
     seconds: dict[str, float] = {}
-    config = _config(gnh, settings, queries)
+    config = _config(gnh, settings)
     with Run(run_dir, config) as run:
         found, spectrum = _measure(run, gnh, settings, seconds)
         harm = None
@@ -181,7 +183,7 @@ def clean(
             harm=harm,
             term="token" if task.terms_per_example is None else "example",
             title=title,
-            settings={**config, "by": by},
+            settings={**config, "queries": 0 if queries is None else len(queries), "by": by},
             versions=environment(),
             seconds=seconds,
         )
@@ -208,18 +210,27 @@ def _measure(
         assert files is not None
         found = files.read_all(len(parts))
     else:
-        operator = gnh
         with _timed(seconds, "curvature"):
             operator = _operator(gnh, settings)
-            P = _curvature(run, gnh, operator, damping, plan, settings)
-            measured = run.json(
-                "bounds", lambda: asdict(measure_bounds(P, operator, generator=settings.generator(12)))
-            )
+            P, state = _curvature(run, gnh, operator, damping, plan, settings)
+
+            def bound() -> dict[str, Any]:
+                gnh.restore_state(state)
+                return asdict(measure_bounds(P, operator, generator=settings.generator(12)))
+
+            measured = run.json("bounds", bound)
         with _timed(seconds, "examples"):
             found = read_examples(gnh, P, parts, store=files)
         with _timed(seconds, "scale"):
-            scale = run.json("calibration", lambda: _scale(gnh, P, operator, found, settings))
-        notes = run.json("cleaning", lambda: {"rank": P.rank, "bounds": measured, "calibration": scale})
+
+            def scale() -> dict[str, Any] | None:
+                gnh.restore_state(state)
+                return _scale(gnh, P, operator, found, settings)
+
+            scaled = run.json("calibration", scale)
+        last = {"rank": P.rank, "bounds": measured, "calibration": scaled, "seconds": dict(seconds)}
+        notes = run.json("cleaning", lambda: last)
+    seconds.update(notes["seconds"])
     if large is not None:  # as large as the model times the rank, and not needed any more
         large.unlink(missing_ok=True)
     kept = notes["calibration"]
@@ -274,7 +285,9 @@ def _curvature(
     damping: float,
     plan: Mapping[str, int],
     settings: _Settings,
-) -> LowRank:
+) -> tuple[LowRank, dict[str, float | None]]:
+    """P, and what its products left the operator with: every later phase starts from that."""
+
     def compute() -> tuple[dict[str, Tensor], dict[str, Any]]:
         made = nystrom(
             operator,
@@ -286,8 +299,7 @@ def _curvature(
         return made.tensors(), {**made.notes(), "operator": gnh.state()}
 
     tensors, notes = run.tensors("curvature", compute, gnh.network.device)
-    gnh.restore_state(notes["operator"])
-    return LowRank.from_tensors(tensors, notes)
+    return LowRank.from_tensors(tensors, notes), notes["operator"]
 
 
 def _scale(
@@ -336,11 +348,25 @@ def _harm(
     return Harm(scores, scores - width, scores + width, len(queries), bool(result.solve.converged.all()))
 
 
+def _check_queries(queries: Any, gnh: GaussNewton) -> None:
+    """Refuse queries that `attribute` could not use, before anything is measured."""
+    if isinstance(queries, (dict, tuple, Tensor, nn.Module)):
+        raise DataError(
+            f"queries are a {type(queries).__name__}; give a list of examples, even if there is only one"
+        )
+    try:
+        asked = TermSet(queries, gnh.task, gnh.network.device)
+        asked.width = gnh.terms.width
+        asked.look_through(len(asked))
+    except DataError as error:
+        raise DataError(f"the queries cannot be used: {error}") from error
+
+
 # --- what stands beside the numbers --------------------------------------------------------------------------
 
 
-def _config(gnh: GaussNewton, settings: _Settings, queries: Any) -> dict[str, Any]:
-    """What a run is about, for recognising its directory. What only changes the page is no part of it."""
+def _config(gnh: GaussNewton, settings: _Settings) -> dict[str, Any]:
+    """What a run is about, for recognising its directory. Queries have a run of their own inside it."""
     names = list(gnh.network.parameters)
     return {
         "command": "clean",
@@ -348,7 +374,6 @@ def _config(gnh: GaussNewton, settings: _Settings, queries: Any) -> dict[str, An
         "model": f"{type(gnh.network.model).__name__} {of_model(gnh.network.model)}",
         "task": type(gnh.task).__name__,
         "train": f"{len(gnh.terms)} examples {of_data(gnh.terms.data)}",
-        "queries": "none" if queries is None else f"{len(queries)} {of_data(queries)}",
         "params": f"{len(names)} tensors, {gnh.num_parameters} parameters {of_value(names)}",
     }
 
@@ -367,7 +392,7 @@ def _words(classes: Tensor, names: Sequence[str] | None) -> tuple[str, ...] | No
     return tuple(str(known[k]) if k < len(known) else str(k) for k in classes.tolist())
 
 
-def _with_exhibits(result: Cleaning, show: Any) -> Cleaning:
+def _with_exhibits(result: Cleaning, show: Callable[[int], Exhibit]) -> Cleaning:
     """What to show of the first of every ranking; an exhibit's own id is the example's name."""
     wanted = {suspect.index for suspect in result.top(result.shown)}
     if result.harm is not None:
@@ -376,55 +401,7 @@ def _with_exhibits(result: Cleaning, show: Any) -> Cleaning:
     ids = list(result.ids)
     for index, exhibit in exhibits.items():
         ids[index] = exhibit.id or ids[index]
-    values = {field.name: getattr(result, field.name) for field in fields(result)}
-    return Cleaning(**{**values, "exhibits": exhibits, "ids": tuple(ids)})
-
-
-class ReadingParts:
-    """`Readings` on disk, one Parquet file per part: written whole or not at all."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def path(self, number: int) -> Path:
-        """Where a part is, or will be."""
-        return self.directory / f"part-{number:05d}.parquet"
-
-    def read(self, number: int) -> Readings | None:
-        """A part, or None where it has not been written."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        path = self.path(number)
-        if not path.exists():
-            return None
-        try:
-            table = pq.read_table(path, partitioning=None)
-            columns = {field.name: table[field.name].to_numpy().copy() for field in fields(Readings)}
-        except (OSError, KeyError, pa.ArrowException) as error:
-            raise RunDirectoryError(
-                f"{path} cannot be read ({error}); delete this file and cleaning.json and run again: only its part is "
-                "computed anew"
-            ) from error
-        return Readings(**{name: torch.from_numpy(column) for name, column in columns.items()})
-
-    def read_all(self, count: int) -> Readings:
-        """All parts together."""
-        parts = [part for part in map(self.read, range(count)) if part is not None]
-        if len(parts) < count:
-            raise RunDirectoryError(
-                f"{self.directory} lacks {count - len(parts)} of {count} parts; delete cleaning.json beside it and run "
-                "the same command again to compute them"
-            )
-        return Readings.join(parts)
-
-    def write(self, number: int, part: Readings) -> None:
-        """Write a part, at once."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        table = pa.table({field.name: getattr(part, field.name).numpy() for field in fields(Readings)})
-        replace_file(self.path(number), lambda temporary: pq.write_table(table, temporary))
+    return replace(result, exhibits=exhibits, ids=tuple(ids))
 
 
 @contextmanager

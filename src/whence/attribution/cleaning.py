@@ -98,15 +98,21 @@ class Cleaning:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"Cleaning({len(self.ids):,} examples by {self.by}, λ = {self.found.damping:.4g}, rank {self.found.rank})"
+        found = self.found
+        return f"Cleaning({len(found):,} examples by {self.by}, λ = {found.damping:.4g}, rank {found.rank})"
 
     # --- rankings ----------------------------------------------------------------------------------------
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know before relying on the numbers, in words."""
-        problems = self.found.bounds.problems
-        notes = [f"The approximation of the curvature is poor: {'; '.join(problems)}."] if problems else []
+        notes, bounds = [], self.found.bounds
+        if bounds.problems:
+            notes.append(
+                "The approximation of the curvature is rough: the bounds of self-influence are a factor of "
+                f"{bounds.ratio:.3g} apart, and the order of near neighbours is no more than a hint. A larger rank "
+                "helps."
+            )
         if self.harm is not None and not self.harm.converged:
             notes.append(
                 "The solver did not converge for every query: read the harm to them as a hint and no more."
@@ -269,6 +275,7 @@ class Cleaning:
             operator_terms=bounds.operator_terms,
             num_terms=found.num_terms,
             term=self.term,
+            problems=bounds.problems,
             num_products=found.rank + bounds.num_products + (0 if scale is None else scale.num_products),
         )
 
@@ -277,11 +284,13 @@ def safe_cell(value: Any) -> Any:
     """A cell that no spreadsheet takes for a formula: such text begins with an apostrophe.
 
     Example:
-        >>> safe_cell("=HYPERLINK(1)"), safe_cell(" +1"), safe_cell("a=b"), safe_cell(-1.5), safe_cell(None)
-        ("'=HYPERLINK(1)", "' +1", 'a=b', -1.5, '')
+        >>> safe_cell("=HYPERLINK(1)"), safe_cell(" +1"), safe_cell("a=b"), safe_cell(-0.1), safe_cell(None)
+        ("'=HYPERLINK(1)", "' +1", 'a=b', '-0.1', '')
     """
     if value is None:
         return ""
+    if isinstance(value, float):
+        return f"{value:.9g}"
     if isinstance(value, str) and (
         value[:1] in ("\t", "\r", "\n") or value.lstrip()[:1] in tuple("=+-@＝＋－＠")
     ):

@@ -90,13 +90,12 @@ def _question(result: Attribution, q: int, confidence: float, shown: int, agreem
     )
 
 
-def _proven(result: Attribution, q: int) -> tuple[float, float] | None:
-    """Bounds of the scores' relative error: ``‖u - u*‖_A / ‖u‖_H``."""
+def _proven(result: Attribution, q: int) -> float | None:
+    """A bound of the scores' relative error: ``‖u - u*‖_A / ‖u‖_H``."""
     solve = result.solve
     if solve.certificate is None or solve.score_rms is None:
         return None
-    size = max(float(solve.score_rms[q]), 1e-300)
-    return float(solve.certificate.lower[q]) / size, float(solve.certificate.upper[q]) / size
+    return float(solve.certificate.upper[q]) / max(float(solve.score_rms[q]), 1e-300)
 
 
 def _entries(result: Attribution, ranking: Ranking) -> list[Entry]:

@@ -53,11 +53,13 @@ def make_plan(run: Run, gnh: GaussNewton, settings: Settings, queries: int) -> P
         drawn = draw_by_curvature(run, gnh)
     spectrum = _measured(run, gnh, settings, "spectrum")
     choice = _choose(run, gnh, settings, spectrum, queries, "choice")
-    by_lissa = settings.sampling == "auto" and choice["solver"] == "lissa"
-    if by_lissa and curvature_pays(gnh, _tuned(gnh, settings, spectrum, choice["refine"])):
+    lissa_may = settings.sampling == "auto" and settings.solver in ("auto", "lissa")
+    if lissa_may and curvature_pays(gnh, spectrum, choice["terms"]):
         drawn = draw_by_curvature(run, gnh)
         spectrum = _measured(run, gnh, settings, "spectrum-by-curvature")
         choice = _choose(run, gnh, settings, spectrum, queries, "choice-by-curvature")
+        if choice["solver"] == "cg":  # which draws nothing
+            gnh.terms.importance, drawn = None, ()
     plan = _tuned(gnh, settings, spectrum, choice["refine"])
     plan = plan_from_json(run.json("plan", lambda: plan_to_json(plan)), spectrum)
     solver: Lissa | ConjugateGradient = Lissa(plan)
@@ -95,6 +97,7 @@ def _choose(
             "solver": choice.best.solver if chosen else asked,
             "words": choice.words() if chosen else "",
             "refine": choice.of("lissa").refine,
+            "terms": (choice.best if chosen else choice.of("lissa")).terms,
         }
 
     found: dict[str, Any] = run.json(name, compute)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from whence.gauss_newton import GaussNewton
 from whence.importance import Importance, measure_importance
-from whence.plan import Plan
+from whence.spectrum import Spectrum
 from whence.store import Run
 from whence.tasks import Task
 
@@ -18,17 +18,21 @@ __all__ = ["curvature_pays", "draw_by_curvature"]
 _NOISY = 6.0
 
 
-def curvature_pays(gnh: GaussNewton, plan: Plan) -> bool:
+def curvature_pays(gnh: GaussNewton, spectrum: Spectrum, terms: float) -> bool:
     """Whether measuring every example's curvature can cost less than it saves.
 
     The constant C of the batches' noise is about 2 when examples contribute alike. Where it is far above, a forward
-    pass over the data (a fifth of a product) must be small beside the planned products.
+    pass over the data (a fifth of a product) must be small beside what is to be spent otherwise.
+
+    Args:
+        gnh: the operator.
+        spectrum: measured with batches drawn uniformly.
+        terms: that the solve would go through with those.
     """
-    spectrum = plan.spectrum
     constants = [spectrum.sampling_constant, spectrum.top_sampling_constant]
     largest = max((estimate.value for estimate in constants if estimate is not None), default=0.0)
     known = type(gnh.task).curvature is not Task.curvature
-    return known and largest > _NOISY and gnh.num_terms / 5 < plan.num_term_products / 4
+    return known and largest > _NOISY and gnh.num_terms / 5 < terms / 4
 
 
 def draw_by_curvature(run: Run, gnh: GaussNewton) -> tuple[str, ...]:

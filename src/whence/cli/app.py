@@ -13,6 +13,7 @@ from whence.allocator import half_of_memory
 from whence.attribution import Attribution, attribute, load
 from whence.attribution.forecast import forecast
 from whence.attribution.saving import plan_to_json, spectrum_to_json
+from whence.cli.clean import clean_command
 from whence.cli.job import Job, JobOptions
 from whence.cli.options import AsJson, guarded, takes_job
 from whence.cli.outcome import NOT_CONVERGED, out, print_json, say
@@ -228,6 +229,11 @@ def report_command(
 ) -> None:
     """Write the page of a finished run: one self-contained HTML file."""
     out().print(str(load(run).to_html(output or run / "report.html")), markup=False, soft_wrap=True)
+
+
+app.command("clean", epilog="Example: [bold]whence clean my-model/ --train train.jsonl --run runs/clean[/]")(
+    clean_command
+)
 
 
 app.command("validate", epilog="Example: [bold]whence validate runs/first --budget 10min[/]")(

@@ -88,6 +88,7 @@ class Grounds:
         operator_terms, num_terms: terms that curvature was measured on, and how many there are.
         term: what a term is: "example" or "token".
         num_products: products of the curvature with a vector.
+        problems: what is wrong with the approximation, in words; empty if nothing is.
     """
 
     damping: float
@@ -103,6 +104,7 @@ class Grounds:
     num_terms: int
     term: str
     num_products: int
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ def _list(name: str, suspects: Iterable[Suspect], report: CleanReport) -> ListVi
     entries = [_entry(suspect, harm=name == "harmful") for suspect in suspects]
     scale = figures.whisker_scale(entries)
     views = tuple(
-        _view(suspect, entry, report.exhibits.get(suspect.index), scale, name)
+        _view(suspect, entry, report.exhibits.get(suspect.index) or Exhibit(), scale, name, report.by)
         for suspect, entry in zip(suspects, entries, strict=True)
     )
     return ListView(
@@ -238,15 +240,18 @@ def _entry(suspect: Suspect, *, harm: bool) -> Entry:
     return Entry(suspect.rank, suspect.index, score, low, high, effect, effect, effect, separated=True)
 
 
-def _view(suspect: Suspect, entry: Entry, exhibit: Exhibit | None, scale: Linear, name: str) -> SuspectView:
-    exhibit = exhibit or Exhibit()
-    score, ends = interval(entry.score, entry.low, entry.high)
+def _view(suspect: Suspect, entry: Entry, exhibit: Exhibit, scale: Linear, name: str, by: str) -> SuspectView:
     harm = name == "harmful"
+    score, ends = interval(entry.score, entry.low, entry.high)
+    if not harm:  # bounds far apart, the lower one small: each in digits of its own
+        score, ends = brief(entry.score, 3), f"{brief(entry.low, 2)} to {brief(entry.high, 2)}"
     places = [
-        ("Self-influence", suspect.self_influence_rank, brief(suspect.self_influence, 3)),
-        ("Loss", suspect.loss_rank, f"{brief(suspect.loss, 3)} nats"),
-        ("Gradient norm", suspect.gradient_norm_rank, brief(suspect.gradient_norm, 3)),
+        ("Loss", f"rank {count(suspect.loss_rank)}, {brief(suspect.loss, 3)} nats"),
+        ("Gradient norm", f"rank {count(suspect.gradient_norm_rank)}, {brief(suspect.gradient_norm, 3)}"),
     ]
+    if harm or by != "self-influence":  # else the list's own rank and number are these
+        value = f", {brief(suspect.self_influence, 3)}" if harm else ""
+        places.insert(0, ("Self-influence", f"rank {count(suspect.self_influence_rank)}{value}"))
     says = None
     if suspect.prediction is not None:
         sure = "" if suspect.probability is None else f" ({percentage(suspect.probability, 2)})"
@@ -256,12 +261,10 @@ def _view(suspect: Suspect, entry: Entry, exhibit: Exhibit | None, scale: Linear
         anchor=f"{name}-{suspect.index}",
         sort_value=entry.score,
         side="neg" if entry.score < 0 else "pos",
-        score=score if harm else score.removeprefix("+"),
+        score=score,
         interval=ends,
         effect=signed(entry.effect),
-        places=tuple(
-            (what, f"rank {count(rank)}, {value}") for what, rank, value in places[0 if harm else 1 :]
-        ),
+        places=tuple(places),
         says=says,
         whisker=figures.whisker(entry, scale),
         exhibit=exhibit,
@@ -333,6 +336,6 @@ def _limits(grounds: Grounds) -> str:
     )
     return (
         f"Exact self-influence for the curvature of {about} is never above the upper bound, and not below the lower "
-        f"one with probability {percentage(grounds.confidence)}. That it finds mistakes is a matter of experience, not of "
-        "proof."
+        f"one with probability {percentage(grounds.confidence)}. That it finds mistakes is a matter of experience, "
+        "not of proof."
     )

@@ -65,7 +65,7 @@ class Question:
         converged: whether the solve counts as converged.
         agreement: mean correlation between the chains' scores, pair by pair; NaN where there is one.
         paths: ``[chains, steps]``: gᵀu along every chain, what the solver's path looked like.
-        proven: bounds of the scores' error relative to the scores, in root mean square, from a certificate; or None.
+        proven: what a certificate bounds the scores' error by, relative to the scores, in root mean square; or None.
     """
 
     number: int
@@ -82,7 +82,7 @@ class Question:
     converged: bool
     agreement: float
     paths: Floats | None = None
-    proven: tuple[float, float] | None = None
+    proven: float | None = None
 
 
 @dataclass(frozen=True)

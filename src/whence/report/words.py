@@ -112,11 +112,9 @@ def residual(question: Question) -> str:
 def agreement(question: Question) -> str:
     """How alike the chains' scores are, or what is proven of them."""
     if question.proven is not None:
-        low, high = question.proven
-        least = f", and at least {percentage(low, 2)}" if low > 0 else ""
         return (
-            f"Proven: compared with the exact ones, the scores are wrong by at most {percentage(high, 2)} of their "
-            f"size, in root mean square over the training data{least}."
+            f"Proven: compared with the exact ones, the scores are wrong by at most {percentage(question.proven, 2)} "
+            "of their size, in root mean square over the training data."
         )
     value = question.agreement
     if not math.isfinite(value):

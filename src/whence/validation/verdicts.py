@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from whence.attribution import Attribution
+from whence.attribution.uncertainty import Scored
 from whence.plan import Plan
 from whence.report.checks import Check, Comparison, Verdict
 from whence.validation.condition import ConditionCheck
@@ -258,14 +259,14 @@ def _agreement(result: Attribution, used: Sequence[Comparison]) -> tuple[Pair, P
     noise to show. Above ten to one they count alike, or a single precise query would hide the others.
     """
     places = places_of(result, [comparison.index for comparison in used])
-    chains = result.chain_scores[:, :, places].double()
+    scored = result.scored.at(slice(None), places)
     truth = torch.tensor([comparison.fine_tuned for comparison in used], dtype=torch.float64).T
     noise = torch.tensor([comparison.fine_tuned_error for comparison in used], dtype=torch.float64).T / 2
     moved = truth.std(1) > 0
     if not bool(moved.any()):
         return None
-    chains, truth, noise = chains[:, moved], truth[moved], noise[moved]
-    error = chains.var(0) / len(chains) + noise.square()
+    scored, truth, noise = scored.at(moved), truth[moved], noise[moved]
+    error = scored.stderr.double().square() + noise.square()
     weight = 1 / (error + (RESOLVED * truth).square()).mean(1, keepdim=True)
 
     def correlation(scores: Tensor) -> Tensor:
@@ -279,12 +280,17 @@ def _agreement(result: Attribution, used: Sequence[Comparison]) -> tuple[Pair, P
         without_noise = squares - (weight * noise * noise).sum()
         return (weight * scores * truth).sum() / without_noise.clamp_min(0.01 * float(squares))
 
-    return _jackknife(correlation, chains), _jackknife(slope, chains)
+    return _with_error(correlation, scored), _with_error(slope, scored)
 
 
-def _jackknife(statistic: Callable[[Tensor], Tensor], chains: Tensor) -> Pair:
-    """A statistic of the chains' mean, and its standard error from leaving out one chain at a time."""
-    count = len(chains)
+def _with_error(statistic: Callable[[Tensor], Tensor], scored: Scored) -> Pair:
+    """A statistic of the scores and its standard error: leaving out one chain at a time, or by moving a single one."""
+    chains, count = scored.chains.double(), len(scored.chains)
+    if count == 1:
+        generator = torch.Generator().manual_seed(0)
+        moves = torch.randn(32, *chains.shape[1:], generator=generator, dtype=torch.float64)
+        moved = torch.stack([statistic(chains[0] + move * scored.stderr) for move in moves])
+        return float(statistic(chains[0])), float(moved.std())
     without = torch.stack([statistic((chains.sum(0) - chain) / (count - 1)) for chain in chains])
     error = ((without - without.mean()).square().sum() * (count - 1) / count).sqrt()
     return float(statistic(chains.mean(0))), float(error)
