@@ -40,8 +40,6 @@ def main() -> None:
         task=whence.Classification(),
         params=lambda name: "bn" not in name and "shortcut.1" not in name,  # BatchNorm stays as it is
         damping="lambda_max/20",
-        chains=3,
-        refine=1.0,
         lanczos_terms=1000,
         class_names=CLASSES,
         title="What made the network misclassify these images?",

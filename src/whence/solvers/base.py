@@ -13,6 +13,7 @@ from whence.errors import VectorError
 from whence.operators import Damped
 from whence.plan import Plan
 from whence.solvers.certificate import Certificate
+from whence.solvers.error_parts import ErrorParts
 from whence.spectrum import Estimate
 from whence.vectors import ParamVector
 
@@ -36,6 +37,7 @@ class Solution:
         paths: gᵀu along every chain, ``[chains, steps, columns]``: what the way looked like.
         certificate: proven bounds of the error, where the solver has them.
         score_rms: ``‖u‖_H`` per column, where the solver knows it: the root mean square of the scores.
+        error_parts: which part of the error is bias, which sampling, and which is proven.
     """
 
     value: ParamVector
@@ -50,6 +52,7 @@ class Solution:
     paths: Tensor | None = None
     certificate: Certificate | None = None
     score_rms: Tensor | None = None
+    error_parts: ErrorParts | None = None
 
     @property
     def stderr(self) -> ParamVector:

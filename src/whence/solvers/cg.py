@@ -30,6 +30,7 @@ from whence.solvers.base import Solution, Solver, check_right_hand_side
 from whence.solvers.block_lanczos import BlockLanczos, as_block, column_dots, finite, rounding_of
 from whence.solvers.certificate import BlockTridiagonal, Certificate, cholesky
 from whence.solvers.cg_state import CGState
+from whence.solvers.error_parts import ErrorParts
 from whence.vectors import ParamVector
 
 __all__ = ["CGState", "ConjugateGradient"]
@@ -325,6 +326,13 @@ class ConjugateGradient(Solver):
                 subset=self.subset is not None,
             ),
             score_rms=columns(state.score_rms),
+            error_parts=ErrorParts(
+                bias=columns(
+                    others := torch.full_like(state.upper, 0.0 if self.subset is None else math.nan)
+                ),
+                sampling=columns(others),  # one subset does not tell how another would differ
+                certificate=columns(state.upper / state.score_rms.clamp_min(torch.finfo(torch.float64).tiny)),
+            ),
         )
 
     def _verify(self, A: Damped, g: ParamVector, state: CGState) -> None:

@@ -12,8 +12,9 @@ path removes it, at no cost but one vector; the last iterate, as in the paper, i
 ``P^{1/2}u``, where the matrix is ``P^{-1/2}HP^{-1/2}`` and the smallest eigenvalue of the system takes λ's place. The
 plan must be made for that matrix (`Plan.preconditioned`): the batch bound grows as the steps get longer, and what is
 saved in the end is ``Tr(P⁻¹H)`` instead of ``Tr(H)/λ`` in the cost ``T·|B| ≈ 2C·Tr(P⁻¹H)``.
-*Divergence.* ``‖u*‖ ≤ ‖g‖/λ``. A path that leaves this ball by a factor is diverging, whatever the cause; a
-quadratic form along the direction in which it left tells the cause. See `whence.solvers.divergence`.
+*Divergence.* ``‖u*‖ ≤ ‖g‖/λ``. A path that leaves this ball (or one that holds its start, too) by a factor is
+diverging, whatever the cause; a quadratic form along the direction in which it left tells the cause. See
+`whence.solvers.divergence`.
 
 Memory, in vectors of the parameters' size, for each right-hand side and beside the model: a step holds the
 right-hand side, the iterate and one average per chain begun; and one gradient when a batch does not fit in a
@@ -24,19 +25,20 @@ the chains' averages, their mean, and two more.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from whence.errors import OptionError, WhenceWarning
+from whence.errors import OptionError, VectorError, WhenceWarning
 from whence.operators import Damped
 from whence.plan import Plan
 from whence.preconditioners import Preconditioner
 from whence.progress import ticker
 from whence.solvers.base import Solution, Solver, check_right_hand_side
 from whence.solvers.divergence import Divergence, answer, left_the_ball
+from whence.solvers.error_parts import left_of_default_start, left_of_start, measured_parts
 from whence.solvers.journal import Chain, Journal, SolveState
 from whence.solvers.residual import residual_norm
 from whence.vectors import ParamVector
@@ -90,7 +92,7 @@ class Lissa(Solver):
         *,
         generator: torch.Generator,
         journal: Journal | None = None,
-        start: ParamVector | None = None,
+        start: ParamVector | Sequence[ParamVector] | None = None,
     ) -> Solution:
         """Solve ``A u = g`` for one right-hand side or a block; a block shares every batch.
 
@@ -99,25 +101,28 @@ class Lissa(Solver):
             rhs: g.
             generator: all randomness comes from here.
             journal: keeps the solve safe on its way, and hands it back to go on with.
-            start: u⁰ of every chain; g/λ or P⁻¹g by default. What is left of a start's error is common to all chains,
-                so their spread does not show it.
+            start: u⁰ of every chain, or one for each; g/λ or P⁻¹g by default. What is left of the error of a start that
+                all chains share is common to them, so their spread does not show it.
         """
-        self._check(A)
-        check_right_hand_side(A, rhs)
-        if start is not None:
-            rhs.check_same_form(start, "start")
-        state = None if journal is None else journal.restore()
-        if state is None:
-            state = SolveState.begin(self.plan, generator)
-        else:
-            generator.set_state(state.generator)
-            A.operator.restore_state(state.operator)
-        while len(state.finished) < state.plan.chains:
-            self._run_chain(A, rhs, state, journal, start)
-        value = ParamVector.mean(state.finished)
-        plan = state.plan
+        state = self.run(A, rhs, generator=generator, journal=journal, start=start)
+        value, plan = ParamVector.mean(state.finished), state.plan
         batch = min(4 * plan.batch_size, A.num_terms)
         residual, stderr = residual_norm(A, value, rhs, self.residual_batches, batch, generator)
+        preconditioned, given = self.preconditioner is not None, start is not None
+        steps = self.averaged(plan)
+        parts = measured_parts(
+            A,
+            value,
+            state.finished,
+            left=left_of_start(plan, steps)
+            if given
+            else left_of_default_start(plan, steps, preconditioned=preconditioned),
+            start=start if start is None or isinstance(start, ParamVector) else ParamVector.mean(start),
+            in_energy=given or preconditioned,
+            certificate=None,
+            terms=batch,
+            generator=generator,
+        )
         return Solution(
             value=value,
             chains=tuple(state.finished),
@@ -129,7 +134,34 @@ class Lissa(Solver):
             events=tuple(state.events),
             plan=plan,
             paths=torch.tensor(state.paths, dtype=torch.float64),
+            error_parts=parts,
         )
+
+    def run(
+        self,
+        A: Damped,
+        rhs: ParamVector,
+        *,
+        generator: torch.Generator,
+        journal: Journal | None = None,
+        start: ParamVector | Sequence[ParamVector] | None = None,
+        watch: ParamVector | None = None,
+    ) -> SolveState:
+        """All chains to their ends, without a judgement of the result; the paths are ``wᵀu`` with w = ``watch``."""
+        self.check(A)
+        check_right_hand_side(A, rhs)
+        starts = self._starts(rhs, start)
+        state = None if journal is None else journal.restore()
+        if state is None:
+            state = SolveState.begin(self.plan, generator)
+        else:
+            generator.set_state(state.generator)
+            A.operator.restore_state(state.operator)
+        while len(state.finished) < state.plan.chains:
+            self._run_chain(
+                A, rhs, state, journal, starts[len(state.finished)], rhs if watch is None else watch
+            )
+        return state
 
     def _run_chain(
         self,
@@ -138,6 +170,7 @@ class Lissa(Solver):
         state: SolveState,
         journal: Journal | None,
         start: ParamVector | None,
+        watch: ParamVector,
     ) -> None:
         """Begin or go on with the next chain, to its end; or begin all again more cautiously if it diverges."""
         number, plan = len(state.finished), state.plan
@@ -148,13 +181,13 @@ class Lissa(Solver):
         with ticker(f"chain {number + 1} of {plan.chains}", plan.num_steps, done=chain.step) as tick:
 
             def on_step() -> None:
-                path.append(chain.iterate.dot(rhs).reshape(-1).tolist())
+                path.append(chain.iterate.dot(watch).reshape(-1).tolist())
                 state.operator = A.operator.state()
                 if journal is not None:
                     journal.record(state)
                 tick()
 
-            diverged = self.advance(chain, A, rhs, plan, on_step=on_step)
+            diverged = self.advance(chain, A, rhs, plan, on_step=on_step, start=start)
         state.chain = None  # its iterate is not needed any more, and is a copy of the model
         state.products += chain.step
         state.terms += chain.step * plan.batch_size
@@ -188,10 +221,16 @@ class Lissa(Solver):
         *,
         until: int | None = None,
         on_step: Callable[[], None] | None = None,
+        start: ParamVector | None = None,
     ) -> Divergence | None:
-        """Run a chain to step ``until`` (by default to its end); says so if it diverges on the way."""
-        burn_in = plan.num_steps - max(1, round(self.tail * plan.num_steps))
+        """Run a chain to step ``until`` (by default to its end); says so if it diverges on the way.
+
+        A chain that was told where to begin may be longer than any solution: ``start`` is what it is measured with.
+        """
+        burn_in = self.averaged(plan).start - 1
         radius = rhs.norm() / A.damping
+        if start is not None:
+            radius = torch.maximum(radius, start.norm())
         while chain.step < (plan.num_steps if until is None else until):
             A_t = A.sample(plan.batch_size, chain.generator)
             if self.preconditioner is None:
@@ -210,7 +249,32 @@ class Lissa(Solver):
                 on_step()
         return None
 
-    def _check(self, A: Damped) -> None:
+    def averaged(self, plan: Plan) -> range:
+        """The steps whose points are averaged: the last part of the path, or its end."""
+        kept = max(1, round(self.tail * plan.num_steps)) if self.average == "tail" else 1
+        return range(plan.num_steps - kept + 1, plan.num_steps + 1)
+
+    def _starts(
+        self, rhs: ParamVector, start: ParamVector | Sequence[ParamVector] | None
+    ) -> Sequence[ParamVector | None]:
+        """One for each chain."""
+        if start is None:
+            return [None] * self.plan.chains
+        starts = [start] * self.plan.chains if isinstance(start, ParamVector) else start
+        if len(starts) != self.plan.chains:
+            raise VectorError(
+                f"there are {len(starts)} starts for {self.plan.chains} chains; give one for each, or one for all"
+            )
+        for each in starts:
+            rhs.check_same_form(each, "start")
+            if not each.is_finite():
+                raise VectorError(
+                    "a start holds NaN or infinity; leave it out to start from the right-hand side"
+                )
+        return starts
+
+    def check(self, A: Damped) -> None:
+        """Refuse a system that plan or preconditioner were not made for."""
         if not isinstance(A, Damped):
             raise OptionError(
                 f"LiSSA solves a damped system; wrap the operator: Damped(operator, {self.plan.damping})"
