@@ -9,6 +9,7 @@ Measuring the spectrum, which all but plain conjugate gradients need, is not cou
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -27,22 +28,24 @@ from whence import (
     Lissa,
     ParamVector,
     Plan,
+    Refinement,
     Spectrum,
     estimate_spectrum,
     keep_freed_memory,
 )
+from whence.attribution.forecast import count_passes
 from whence.preconditioners import nystrom
 from whence.reproduce.finding import COLOURS, figure
 from whence.scoring import Scorer
-from whence.solvers.choice import choose, tolerance_for
+from whence.solvers.choice import choose, make_solver
 
 TARGET = 0.99
-RANK = 30
-PAPER, AVERAGED, BLOCK, NYSTROM, AUTO = (
+RANKS = ((10, 0.25), (30, 1.0))
+PAPER, AVERAGED, REFINED, BLOCK, AUTO = (
     "LiSSA, paper's plan, last iterate",
     "LiSSA, averaged, 4 chains",
+    "subset solves, refined",
     "block CG",
-    f"block CG, Nyström of rank {RANK}",
     "auto",
 )
 
@@ -131,17 +134,23 @@ def _queries(count: int) -> str:
 
 
 def conjugate_gradients(
-    problem: Problem, damped: Damped, compare: Callable[[ParamVector], float], rank: int
+    problem: Problem,
+    damped: Damped,
+    compare: Callable[[ParamVector], float],
+    rank: int = 0,
+    share: float = 1.0,
 ) -> Curve:
-    """Every iteration is an effort."""
+    """Every iteration is an effort; with Nyström's preconditioner of a rank, from a share of the terms."""
     begun, paused, spent = time.perf_counter(), 0.0, 0.0
     preconditioner = None
     if rank:
         generator = torch.Generator().manual_seed(0)
-        preconditioner = nystrom(problem.gnh, damped.damping, rank=rank, generator=generator)
+        terms = None if share == 1 else math.ceil(share * damped.num_terms)
+        preconditioner = nystrom(problem.gnh, damped.damping, rank=rank, terms=terms, generator=generator)
+        preconditioner = preconditioner.shrunk()
         # its columns are products of one vector each; a block product is one of all queries
         spent = preconditioner.num_term_products / (problem.rhs.columns or 1)
-    curve = Curve(NYSTROM if rank else BLOCK)
+    curve = Curve(f"block CG, Nyström of rank {rank} from {share:.0%}" if rank else BLOCK)
 
     def watch(state: Any) -> bool:
         nonlocal paused
@@ -181,40 +190,60 @@ def averaged(
     return curve
 
 
+def refined(
+    problem: Problem, damped: Damped, compare: Callable[[ParamVector], float], spectrum: Spectrum
+) -> Curve:
+    """Subsets of about d(λ)/2 terms, and paths from an eighth of LiSSA's."""
+    curve = Curve(REFINED)
+    assert spectrum.density is not None
+    subset = min(math.ceil(spectrum.density.dimension(damped.damping).value / 2), damped.num_terms // 2)
+    shortest = Plan.tuned(spectrum, damped.damping, num_terms=damped.num_terms, refine=1.0)
+    for length in (0.125, 0.25, 0.5, 1.0, 2.0):
+        plan = shortest.replace(num_steps=max(2, math.ceil(length * shortest.num_steps)))
+        _add(curve, Refinement(plan=plan, subset=subset), problem, damped, compare)
+        if not curve.points or curve.points[-1].correlation >= TARGET:
+            break
+    return curve
+
+
 def auto(
     problem: Problem, damped: Damped, compare: Callable[[ParamVector], float], spectrum: Spectrum
 ) -> Curve:
     """What `choose` takes when it is asked for the target."""
     queries = problem.rhs.columns or 1
+    options: dict[str, Any] = {"num_terms": damped.num_terms, "accuracy": TARGET, "chains": 4}
     choice = choose(
-        spectrum, damped.damping, num_terms=damped.num_terms, queries=queries, accuracy=TARGET,
-        generator=torch.Generator().manual_seed(0),
+        spectrum, damped.damping, queries=queries, passes=count_passes(problem.gnh, queries),
+        generator=torch.Generator().manual_seed(0), **options,
     )  # fmt: skip
+    best, begun, preconditioner = choice.best, time.perf_counter(), None
+    if best.rank:
+        generator = torch.Generator().manual_seed(0)
+        preconditioner = nystrom(
+            problem.gnh, damped.damping, rank=best.rank, terms=best.rank_terms, generator=generator
+        ).shrunk()
     curve = Curve(AUTO, note=choice.words())
-    if choice.best.solver == "cg":
-        solver = ConjugateGradient(
-            tolerance=tolerance_for(TARGET), largest=spectrum.lambda_max.upper(3.0), verify=False
-        )
-        _add(curve, solver, problem, damped, compare)
-    else:
-        plan = Plan.tuned(
-            spectrum, damped.damping, num_terms=damped.num_terms, refine=choice.of("lissa").refine
-        )
-        _add(curve, Lissa(plan), problem, damped, compare)
+    spent = 0.0 if preconditioner is None else preconditioner.num_term_products / queries
+    solver = make_solver(
+        best, spectrum, damped.damping, preconditioner=preconditioner, verify=False, **options
+    )
+    _add(curve, solver, problem, damped, compare, spent=spent, seconds=time.perf_counter() - begun)
     return curve
 
 
 def _add(
-    curve: Curve, solver: Any, problem: Problem, damped: Damped, compare: Callable[[ParamVector], float]
-) -> None:
-    begun = time.perf_counter()
+    curve: Curve, solver: Any, problem: Problem, damped: Damped, compare: Callable[[ParamVector], float],
+    *, spent: float = 0.0, seconds: float = 0.0,
+) -> None:  # fmt: skip
+    """One effort; ``spent`` and ``seconds`` went into a preconditioner before."""
+    begun = time.perf_counter() - seconds
     try:
         solution = solver.solve(damped, problem.rhs, generator=torch.Generator().manual_seed(1))
     except Exception as error:  # divergence is an outcome here
         curve.note = f"{type(error).__name__}: {str(error).partition('.')[0]}"
         return
     seconds = time.perf_counter() - begun
-    curve.points.append(Point(solution.num_term_products, seconds, compare(solution.value)))
+    curve.points.append(Point(spent + solution.num_term_products, seconds, compare(solution.value)))
 
 
 # --- one problem ---------------------------------------------------------------------------------------------
@@ -234,9 +263,10 @@ def compare_solvers(problem: Problem) -> dict[str, Any]:
         return float(_correlation(problem.scores(solution), reference).mean())
 
     curves = [
-        conjugate_gradients(problem, damped, compare, 0),
-        conjugate_gradients(problem, damped, compare, RANK),
+        conjugate_gradients(problem, damped, compare),
+        *(conjugate_gradients(problem, damped, compare, rank, share) for rank, share in RANKS),
         averaged(problem, damped, compare, spectrum),
+        refined(problem, damped, compare, spectrum),
         paper(problem, damped, compare, spectrum),
         auto(problem, damped, compare, spectrum),
     ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from scipy.linalg.blas import dsyrk
 from torch import Tensor
 from torch.func import functional_call
 
@@ -16,6 +19,17 @@ def widen(vector: ParamVector) -> ParamVector:
 def relative_error(actual: ParamVector, expected: ParamVector) -> float:
     difference = widen(actual).axpy_(-1.0, widen(expected))
     return float((difference.norm() / widen(expected).norm()).max())
+
+
+def gram(blocks: Iterable[Tensor]) -> Tensor:
+    """``Σ RᵀR`` over blocks R of rows in float64. Half of it is computed: it is symmetric."""
+    total: Tensor | None = None
+    for rows in blocks:
+        if total is None:
+            total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
+        dsyrk(1.0, rows.numpy().T, 1.0, total.numpy().T, overwrite_c=True)  # in place: what numpy shares
+    assert total is not None
+    return total.tril() + total.tril(-1).T
 
 
 def jacobian(gnh: GaussNewton, example: object) -> tuple[Tensor, Tensor, object]:

@@ -1,8 +1,8 @@
 """Kills a run again and again until it is done, and compares its numbers with those of an uninterrupted one.
 
 Run as a program, so that the processes it forks start with everything imported and nothing running:
-``python interruptions.py DIRECTORY PRODUCT SOLVER``. Prints JSON: one row for each run, with the phases it was killed
-in.
+``python interruptions.py DIRECTORY PRODUCT/SOLVER …``. Prints JSON: for every kind of run, one row for each run with
+the phases it was killed in.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet  # noqa: F401 (here, or every process would import it for itself)
 import torch
+import torch._decomp.decompositions_for_jvp
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import whence
 
-RANDOM_RUNS, KILLS_PER_RUN = 6, 4
+RANDOM_RUNS, KILLS_PER_RUN = 4, 4
 #: Files whose appearance is a moment to kill at, in the order in which a run writes them.
 MOMENTS = [
     "config.json",
@@ -59,20 +61,21 @@ def problem() -> tuple[nn.Module, TensorDataset, list[Any]]:
 MODEL, TRAIN, QUERIES = problem()
 
 
-def run(directory: Path, product: str) -> None:
-    solver = "lissa" if sys.argv[3] == "lissa" else whence.ConjugateGradient(tolerance=1e-5)
+def run(directory: Path, kind: str) -> None:
+    product, name = kind.split("/")
+    solver = whence.ConjugateGradient(tolerance=1e-5) if name == "cg" else name
     whence.attribute(
         MODEL, TRAIN, QUERIES, task=whence.Classification(), product=product, damping=0.05, chains=3,
-        refine=1.0, run_dir=directory, checkpoint_seconds=0.01, part_size=15, solver=solver,
+        refine=1.0, accuracy=0.98, run_dir=directory, checkpoint_seconds=0.01, part_size=15, solver=solver,
     )  # fmt: skip
 
 
-def begin(directory: Path, product: str) -> int:
+def begin(directory: Path, kind: str) -> int:
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            run(directory, product)
+            run(directory, kind)
             code = 0
         finally:
             os._exit(code)
@@ -97,8 +100,8 @@ def phase(directory: Path) -> str:
     return there[-1] if there else "nothing"
 
 
-def finish(directory: Path, product: str) -> None:
-    _, status = os.waitpid(begin(directory, product), 0)
+def finish(directory: Path, kind: str) -> None:
+    _, status = os.waitpid(begin(directory, kind), 0)
     assert status == 0, f"the run failed with status {status}"
 
 
@@ -111,30 +114,51 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in parts} | {"result": json.dumps(numbers).encode()}
 
 
-def main() -> None:
-    root, product = Path(sys.argv[1]), sys.argv[2]
+def killed_at_random(directory: Path, kind: str, duration: float, randomness: random.Random) -> list[str]:
+    """Kill a run a few times, anywhere; the phases that this met."""
+    killed = []
+    for _ in range(KILLS_PER_RUN):
+        # Each goes on where the one before came to, so all of them together take about one run.
+        moment = time.monotonic() + randomness.uniform(0, duration / 4)
+        if not kill_when(begin(directory, kind), lambda moment=moment: time.monotonic() > moment):
+            break
+        killed.append(phase(directory))
+    return killed
+
+
+def killed_at_every_moment(directory: Path, kind: str, moments: list[str]) -> list[str]:
+    """Kill one run at each of the moments, one after the other; the phases that this met."""
+    killed = []
+    for name in moments:
+        if not kill_when(begin(directory, kind), (directory / name).exists):
+            break
+        killed.append(phase(directory))
+    return killed
+
+
+def kill_and_compare(root: Path, kind: str) -> list[dict[str, Any]]:
     begun = time.monotonic()
-    finish(root / "uninterrupted", product)
+    finish(root / "uninterrupted", kind)
     duration = time.monotonic() - begun
     truth = files(root / "uninterrupted")
     randomness = random.Random(0)
     rows = []
-    other = "cg.safetensors" if sys.argv[3] == "lissa" else ("state.safetensors", "chain-0-1.safetensors")
+    other = ("state.safetensors", "chain-0-1.safetensors") if kind.endswith("cg") else "cg.safetensors"
     moments = [name for name in MOMENTS if not name.endswith(other)]
-    for number in range(RANDOM_RUNS + len(moments)):
-        directory, killed = root / f"run-{number}", []
-        if number < RANDOM_RUNS:
-            for _ in range(KILLS_PER_RUN):
-                moment = time.monotonic() + randomness.uniform(0, duration)
-                if kill_when(begin(directory, product), lambda moment=moment: time.monotonic() > moment):
-                    killed.append(phase(directory))
+    for number in range(1 + RANDOM_RUNS):
+        directory = root / f"run-{number}"
+        if number == 0:
+            killed = killed_at_every_moment(directory, kind, moments)
         else:
-            awaited = directory / moments[number - RANDOM_RUNS]
-            if kill_when(begin(directory, product), awaited.exists):
-                killed.append(phase(directory))
-        finish(directory, product)
+            killed = killed_at_random(directory, kind, duration, randomness)
+        finish(directory, kind)
         rows.append({"killed": killed, "same": files(directory) == truth})
-    print(json.dumps(rows))
+    return rows
+
+
+def main() -> None:
+    root, kinds = Path(sys.argv[1]), sys.argv[2:]
+    print(json.dumps({kind: kill_and_compare(root / kind, kind) for kind in kinds}))
 
 
 if __name__ == "__main__":

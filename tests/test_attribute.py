@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -101,6 +102,61 @@ def test_lissa_on_request_has_honest_intervals(read_digits: tuple[Attribution, d
     assert 0.90 <= float(((low <= exact) & (exact <= high)).double().mean()) <= 0.995
     with pytest.raises(OptionError, match="proves nothing"):
         _ = result.bounds
+
+
+def test_refinement_on_request_has_honest_intervals(read_digits: tuple[Attribution, digits.Digits]) -> None:
+    _, problem = read_digits
+    train, test = digits.load()
+    result = whence.attribute(
+        problem.model,
+        train,
+        [test[i] for i in range(20)],
+        task=Classification(),
+        solver="refinement",
+        damping="lambda_max/50",
+        accuracy=0.99,
+        baseline=False,
+    )
+    exact = problem.exact_scores(result.solve.plan.damping)
+    low, high = result.interval(0.95)
+    assert result.solve.solver == "refinement"
+    assert float(correlation(result.scores, exact).mean()) >= 0.99
+    assert 0.90 <= float(((low <= exact) & (exact <= high)).double().mean()) <= 0.995
+    assert result.solve.num_products > result.solve.plan.num_products  # steps, and the subsets' products
+
+
+def test_one_query_with_little_damping_is_preconditioned_and_the_run_keeps_it(
+    read_digits: tuple[Attribution, digits.Digits], tmp_path: Path
+) -> None:
+    _, problem = read_digits
+    train, test = digits.load()
+
+    def attribute() -> Attribution:
+        return whence.attribute(
+            problem.model,
+            train,
+            [test[0]],
+            task=Classification(),
+            damping="lambda_max/1000",
+            run_dir=tmp_path / "run",
+            baseline=False,
+        )
+
+    first = attribute()
+    assert (tmp_path / "run" / "preconditioner.safetensors").exists()
+    assert "preconditioned" in first.solve.choice
+    exact = problem.exact_scores(first.solve.plan.damping)[:1]
+    assert float(correlation(first.scores, exact)) >= 0.99
+    assert bool(((first.scores - exact).abs() <= first.bounds).all())
+    low, high = first.interval(0.95)
+    assert float(((low <= exact) & (exact <= high)).double().mean()) >= 0.90
+    # what comes after the preconditioner, once more from what was kept of it
+    for name in ("solution.safetensors", "result.json"):
+        (tmp_path / "run" / name).unlink()
+    shutil.rmtree(tmp_path / "run" / "scores")
+    kept = (tmp_path / "run" / "preconditioner.safetensors").stat().st_mtime_ns
+    assert torch.equal(attribute().scores, first.scores)
+    assert (tmp_path / "run" / "preconditioner.safetensors").stat().st_mtime_ns == kept
 
 
 def test_automatic_damping_is_tied_to_the_spectrum(read_digits: tuple[Attribution, digits.Digits]) -> None:
@@ -204,7 +260,7 @@ def test_separated_ranks_are_in_the_right_order(read_digits: tuple[Attribution, 
                 right += 1
             else:
                 wrong += 1
-    assert right > 50
+    assert right > 30
     assert tied > 50
     assert wrong <= 0.05 * (right + wrong)
 

@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import functools
 import json
-import sys
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,15 @@ import pages
 from test_report_in_browser import CONTRASTS, Browser, browser, fill, visit  # noqa: F401 (fixtures)
 from tiny_hf import gpt2_directory
 from whence import Classification, Exhibit, LanguageModeling, Regression, attribute
+from whence.attribution import load, measuring
 from whence.attribution.clean import clean
+from whence.attribution.clean_saving import load_cleaning
 from whence.attribution.cleaning import Cleaning, safe_cell
 from whence.cli import app
 from whence.errors import DataError, OptionError, RunDirectoryError
 from whence.report.clean import render
 from whence.store.readings import ReadingParts
 
-clean_module = sys.modules["whence.attribution.clean"]
 EXAMPLES = 90
 NAMES = [f"class {k}" for k in range(10)]
 
@@ -70,6 +71,10 @@ def run(**options: Any) -> Cleaning:
 @functools.cache
 def finished() -> Cleaning:
     return run(queries=problem()[2], shown=30)
+
+
+def regression() -> list[tuple[Tensor, Tensor]]:
+    return [(x, x[:2]) for x in problem()[1].tensors[0][:12]]
 
 
 def same(one: Cleaning, other: Cleaning) -> bool:
@@ -144,10 +149,8 @@ def test_a_subset_of_the_terms_and_other_tasks() -> None:
     assert part.found.bounds.operator_terms == 30
     assert "30 of 90" in render(part.contents())
     assert not torch.equal(part.found.values, finished().found.values)
-    _, train, _ = problem()
     torch.manual_seed(0)
-    data = [(x, x[:2]) for x in train.tensors[0][:12]]
-    result = clean(nn.Linear(64, 2).eval(), data, task=Regression(), rank=8)
+    result = clean(nn.Linear(64, 2).eval(), regression(), task=Regression(), rank=8)
     first = result.top(1)[0]
     assert (first.label, first.prediction, first.probability) == (None, None, None)
     assert first.id == str(first.index)
@@ -235,11 +238,11 @@ def test_an_interrupted_run_goes_on_and_ends_in_the_same_bits(
                 run(product=product, run_dir=tmp_path / "run")
 
     written: list[int] = []
-    interrupted(clean_module, "nystrom", stop)
-    interrupted(clean_module, "measure_bounds", stop)
+    interrupted(measuring, "nystrom", stop)
+    interrupted(measuring, "measure_bounds", stop)
     interrupted(ReadingParts, "write", stop_after(0))
     interrupted(ReadingParts, "write", stop_after(2))
-    interrupted(clean_module, "calibrate", stop)
+    interrupted(measuring, "calibrate", stop)
     assert written == [0, 1, 2, 3, 4]  # none of them twice
     assert (tmp_path / "run" / "curvature.safetensors").exists()
     assert same(run(product=product, run_dir=tmp_path / "run"), whole)
@@ -253,7 +256,7 @@ def test_a_finished_run_is_read_and_not_computed(tmp_path: Path, monkeypatch: py
         raise AssertionError("this was computed before")
 
     for name in ("estimate_spectrum", "nystrom", "measure_bounds", "read_examples", "calibrate"):
-        monkeypatch.setattr(clean_module, name, never)
+        monkeypatch.setattr(measuring, name, never)
     again = run(run_dir=tmp_path, by="loss", shown=3, title="another page of the same run")
     assert same(first, again)
     assert again.by == "loss"
@@ -278,6 +281,42 @@ def test_a_broken_part_is_named(tmp_path: Path) -> None:
     path.unlink()
     (tmp_path / "cleaning.json").unlink()
     assert same(run(run_dir=tmp_path), run())
+
+
+@pytest.mark.parametrize("by", ["self-influence", "loss"])
+def test_the_page_is_written_again_without_the_model(by: Any, tmp_path: Path) -> None:
+    queries = problem()[2] if by == "loss" else None
+    result = run(run_dir=tmp_path / "run", by=by, queries=queries, shown=5, title=f"ranked by {by}")
+    loaded = load_cleaning(tmp_path / "run")
+    assert same(loaded, result)
+    assert list(loaded.rows()) == list(result.rows())
+    written = [one.to_html(tmp_path / f"{k}.html").read_text() for k, one in enumerate((result, loaded))]
+    assert written[0] == written[1]
+
+
+def test_tasks_without_labels_are_read_again(tmp_path: Path) -> None:
+    result = clean(nn.Linear(64, 2).eval(), regression(), task=Regression(), rank=8, run_dir=tmp_path)
+    loaded = load_cleaning(tmp_path)
+    assert (loaded.labels, loaded.predictions, loaded.harm) == (None, None, None)
+    assert loaded.ids == result.ids
+
+
+def test_what_is_not_there_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="holds no run of whence clean"):
+        load_cleaning(tmp_path)
+    run(run_dir=tmp_path, probes=0)
+    with pytest.raises(RunDirectoryError, match=rf"a run of whence clean.*`whence report {tmp_path}`"):
+        load(tmp_path)
+    (tmp_path / "examples.parquet").write_bytes(b"not parquet")
+    with pytest.raises(RunDirectoryError, match="was changed since it was written"):
+        load_cleaning(tmp_path)
+    (tmp_path / "page.json").write_text("{}")
+    with pytest.raises(RunDirectoryError, match="was changed since it was written"):
+        load_cleaning(tmp_path)
+    (tmp_path / "page.json").unlink()
+    assert "is not finished" in invoke("report", tmp_path, code=2).stderr
+    run(run_dir=tmp_path, probes=0)
+    assert same(load_cleaning(tmp_path), run(probes=0))
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
@@ -305,7 +344,7 @@ def test_impossible_settings_are_refused_before_any_work(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("work was begun")
 
-    monkeypatch.setattr(clean_module, "estimate_spectrum", never)
+    monkeypatch.setattr(measuring, "estimate_spectrum", never)
     with pytest.raises(OptionError, match=says):
         run(**options)
 
@@ -318,7 +357,7 @@ def test_impossible_settings_are_refused_before_any_work(
 def test_queries_that_cannot_be_used_are_refused_before_any_work(
     queries: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clean_module, "estimate_spectrum", None)
+    monkeypatch.setattr(measuring, "estimate_spectrum", None)
     with pytest.raises(DataError, match="queries"):
         run(queries=queries)
 
@@ -331,6 +370,17 @@ def test_at_least_one_example_is_asked_for() -> None:
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_figure_says_what_it_counts() -> None:
+    (figure,) = re.findall(
+        r'<figure class="all-scores">.*?</figure>', render(finished().contents()), flags=re.DOTALL
+    )
+    assert "Histogram of 90 values of self-influence, from" in figure
+    assert ">self-influence, even near zero, then by powers of ten<" in figure
+    counts = re.findall(r"<title>(\d+) with values of self-influence from", figure)
+    assert sum(map(int, counts)) == EXAMPLES
+    assert "score" not in re.sub(r"<figure[^>]*>", "", figure)
 
 
 class Texts:
@@ -507,6 +557,11 @@ def test_the_command_over_a_language_model(tmp_path: Path) -> None:
     assert again["by"] == "loss"
     assert again["bounds"]["largest"] >= again["bounds"]["smallest"] > 0
     assert all(row["score"] < 0 for row in again["harmful"])
+    assert "other.html" in invoke("report", tmp_path / "run", "--output", tmp_path / "other.html").stdout
+    assert (tmp_path / "other.html").read_text() == (tmp_path / "run" / "clean.html").read_text()
+    (tmp_path / "run" / "clean.html").unlink()
+    assert "clean.html" in invoke("report", tmp_path / "run").stdout
+    assert (tmp_path / "run" / "clean.html").exists()
 
 
 def test_the_command_over_a_function(tmp_path: Path) -> None:

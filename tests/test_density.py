@@ -13,11 +13,22 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from digits import correlation, exact_hessian, flatten, load
-from whence import Classification, Damped, Dense, Estimate, FiniteSum, GaussNewton, ParamVector
+from whence import (
+    Classification,
+    ConjugateGradient,
+    Damped,
+    Dense,
+    Estimate,
+    FiniteSum,
+    GaussNewton,
+    ParamVector,
+)
 from whence.errors import OptionError, SolverError
+from whence.preconditioners import nystrom, settled_eigenvalues
+from whence.solvers.cg_state import CGState
 from whence.spectrum import Density, quadrature, spectral_density
 from whence.spectrum.krylov import krylov_space
-from whence.spectrum.surrogate import _right_hand_sides, representative_spectrum
+from whence.spectrum.surrogate import _right_hand_sides, ideal_preconditioner, representative_spectrum
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -253,10 +264,17 @@ def test_a_subset_is_declared_and_its_dimension_is_too_small() -> None:
 # --- conjugate gradients -----------------------------------------------------------------------------------------
 
 
-def galerkin_iterations(values: Tensor, rhs: Tensor, damping: float, tolerance: float) -> int:
-    """Iterations of block CG, found as projections on an orthonormal basis of the block Krylov space."""
-    A, exact = values + damping, rhs / (values + damping)
-    scale = (exact.square() * values).sum(1)
+def galerkin_iterations(
+    values: Tensor, rhs: Tensor, damping: float, tolerance: float, P: Tensor | None = None
+) -> int:
+    """Iterations of block CG, found as projections on an orthonormal basis of the block Krylov space.
+
+    With a diagonal P, in the coordinates ``P^(1/2)u``; the error in the norm of A and the scores' size are u's own.
+    """
+    scale = ((rhs / (values + damping)).square() * values).sum(1)
+    P = torch.ones_like(values) if P is None else P
+    A, rhs = (values + damping) / P, rhs / P.sqrt()
+    exact = rhs / A
     V = torch.linalg.qr(rhs.T)[0]
     block = V
     for iteration in range(1, 200):
@@ -292,6 +310,72 @@ def test_iterations_of_block_cg(name: str, columns: int) -> None:
         assert forecast.reached
         assert abs(forecast.mean - true) <= max(1.0, 0.2 * true)
         assert forecast.most >= forecast.mean
+
+
+@pytest.mark.parametrize("columns", [1, 4, 16])
+@pytest.mark.parametrize("name", sorted(SPECTRA))
+def test_iterations_of_preconditioned_block_cg(name: str, columns: int) -> None:
+    """With a P that has H's own largest eigenvalues, or a part of each of them."""
+    values = SPECTRA[name]
+    density = spectral_density(prescribed(values), generator=generator())
+    for kappa in (10, 300):
+        damping = float(values.max()) / kappa
+        rows = [normal(columns, 400, seed=40 + i) * values.sqrt() for i in range(6)]
+        for deflated, scale in ((3, 1.0), (20, 1.0), (20, 0.2)):
+            P = torch.full_like(values, damping)
+            P[:deflated] += scale * values[:deflated]
+            true = np.mean([galerkin_iterations(values, rhs, damping, 0.2, P) for rhs in rows])
+            forecast = density.cg_iterations(
+                damping, columns, generator=generator(), deflated=deflated, scale=scale
+            )
+            assert forecast.reached
+            assert abs(forecast.mean - true) <= 1.25  # one, and what six draws may differ by
+
+
+def test_a_preconditioner_of_all_eigenvalues_leaves_one_iteration_and_of_none_changes_nothing() -> None:
+    density = spectral_density(prescribed(power_law(100)), generator=generator())
+    for columns in (1, 8):
+        every = density.cg_iterations(0.003, columns, generator=generator(), deflated=100)
+        assert (every.mean, every.spread, every.most) == (1.0, 0.0, 1)
+        assert density.cg_iterations(0.003, columns, generator=generator(), deflated=10**6) == every
+        plain = density.cg_iterations(0.003, columns, generator=generator())
+        assert density.cg_iterations(0.003, columns, generator=generator(), deflated=0) == plain
+        some = [
+            density.cg_iterations(0.003, columns, generator=generator(), deflated=r).mean for r in (0, 5, 30)
+        ]
+        assert some[0] >= some[1] >= some[2] > 1
+        assert some[0] > some[2]
+
+
+def test_the_ideal_preconditioner_ends_within_an_eigenvalue_of_high_multiplicity() -> None:
+    values, counts = np.array([9.0, 4.0, 1.0]), np.array([2, 5, 1000])
+    shown, parts, P = ideal_preconditioner(values, counts, 0.5, 4)
+    np.testing.assert_array_equal(shown, [9.0, 4.0, 4.0, 1.0])
+    np.testing.assert_array_equal(parts, [2, 2, 3, 1000])
+    np.testing.assert_array_equal(P, [9.5, 4.5, 0.5, 0.5])
+    np.testing.assert_array_equal(ideal_preconditioner(values, counts, 0.5, 4, 0.5)[2], [5.0, 2.5, 0.5, 0.5])
+    for rank, expected in ((0, [0.5] * 3), (7, [9.5, 4.5, 0.5]), (10**9, [9.5, 4.5, 1.5])):
+        shown, parts, P = ideal_preconditioner(values, counts, 0.5, rank)
+        np.testing.assert_array_equal(shown, values)
+        np.testing.assert_array_equal(parts, counts)
+        np.testing.assert_array_equal(P, expected)
+
+
+@pytest.mark.parametrize("name", sorted(SPECTRA))
+def test_the_preconditioned_trace(name: str) -> None:
+    values = SPECTRA[name]
+    density = spectral_density(prescribed(values), generator=generator())
+    for kappa in (10, 1000):
+        damping = float(values.max()) / kappa
+        for rank in (0, 3, 30, 150):
+            P = torch.full_like(values, damping)
+            P[:rank] += values[:rank]
+            true, found = float((values / P).sum()), density.preconditioned_trace(damping, rank)
+            assert abs(found.value - true) <= 4 * found.stderr + 0.01 * true
+            assert found.stderr <= 0.1 * true
+    assert density.preconditioned_trace(damping, 0).value == pytest.approx(
+        density.trace_of(lambda x: x / damping).value
+    )
 
 
 def test_iterations_of_a_smaller_tolerance_and_where_it_is_not_reached() -> None:
@@ -353,7 +437,8 @@ def test_normal_columns_in_a_space_of_high_multiplicity_have_wisharts_gram_matri
 class SmallDigits:
     gnh: GaussNewton
     values: Tensor
-    queries: Tensor  # gradients in the eigenbasis
+    gradients: ParamVector  # of 64 test images
+    queries: Tensor  # the same in the eigenbasis
     train: Tensor
 
 
@@ -370,10 +455,12 @@ def digits() -> SmallDigits:
         optimizer.step()
     gnh = GaussNewton(model.eval(), Classification(), TensorDataset(x, y))
     values, vectors = torch.linalg.eigh(exact_hessian(model, x))
+    gradients = gnh.gradients([test[i] for i in range(64)])
     return SmallDigits(
         gnh,
         values.clamp_min(0.0),
-        flatten(gnh.gradients([test[i] for i in range(64)])) @ vectors,
+        gradients,
+        flatten(gradients) @ vectors,
         flatten(gnh.gradients([(x[i], y[i]) for i in range(300)])) @ vectors,
     )
 
@@ -414,6 +501,32 @@ def test_iterations_on_the_gradients_of_digits(digits: SmallDigits, measured: De
         true = np.mean([galerkin_iterations(digits.values, rhs, damping, 0.2) for rhs in groups])
         forecast = measured.cg_iterations(damping, columns, generator=generator())
         assert abs(forecast.mean - true) <= max(1.0, 0.2 * true)
+
+
+@pytest.mark.parametrize("terms", [300, 75])
+def test_nystrom_does_as_much_as_half_of_its_rank(digits: SmallDigits, measured: Density, terms: int) -> None:
+    """The rule of `settled_eigenvalues`: for single queries, with P from all terms or from a quarter of them."""
+    for kappa, rank in ((100, 10), (1000, 10), (1000, 24)):
+        damping = float(digits.values.max()) / kappa
+        system, taken = Damped(digits.gnh, damping), []
+        for seed in range(4):
+            P = nystrom(digits.gnh, damping, rank=rank, terms=terms, generator=generator(seed))
+            flat = digits.queries[seed]
+            whole = float((flat.square() / (digits.values + damping)).sum())  # gᵀu*
+            size = float((flat.square() * digits.values / (digits.values + damping).square()).sum())
+
+            def near(state: CGState, whole: float = whole, size: float = size) -> bool:
+                return whole - state.path[-1][0] <= 0.2**2 * size  # ‖e‖²_A = gᵀu* - gᵀx
+
+            solver = ConjugateGradient(tolerance=1e-3, preconditioner=P, verify=False)
+            rhs = digits.gradients.column(seed)
+            solution = solver.solve(system, rhs, generator=generator(), on_iteration=near)
+            taken.append(solution.num_products)
+        options = {"generator": generator(), "tolerance": 0.2, "draws": 32}
+        half = measured.cg_iterations(damping, 1, deflated=settled_eigenvalues(rank), **options)
+        assert abs(half.mean - np.mean(taken)) <= max(1.0, 0.2 * np.mean(taken))
+        none = measured.cg_iterations(damping, 1, **options)
+        assert none.mean > 1.3 * half.mean
 
 
 # --- files and errors --------------------------------------------------------------------------------------------
@@ -462,6 +575,7 @@ def test_bad_options_are_named() -> None:
         lambda: density.dimension(0.0),
         lambda: density.agreement(1.0, -1.0),
         lambda: density.cg_iterations(math.nan, 1, generator=g),
+        lambda: density.preconditioned_trace(-1.0, 2),
     ):
         with pytest.raises(OptionError, match="damping must be a positive number"):
             call()
@@ -469,5 +583,13 @@ def test_bad_options_are_named() -> None:
         density.sampling_error(0.1, 0)
     with pytest.raises(OptionError, match="columns, draws"):
         density.cg_iterations(0.1, 0, generator=g)
+    for call in (
+        lambda: density.cg_iterations(0.1, 1, deflated=-1, generator=g),
+        lambda: density.preconditioned_trace(0.1, -1),
+    ):
+        with pytest.raises(OptionError, match="is a number of eigenvalues"):
+            call()
+    with pytest.raises(OptionError, match="scale is 0"):
+        density.cg_iterations(0.1, 1, deflated=1, scale=0.0, generator=g)
     with pytest.raises(OptionError, match="tolerance is 1"):
         density.cg_iterations(0.1, 1, tolerance=1.0, generator=g)

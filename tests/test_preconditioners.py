@@ -268,14 +268,15 @@ def test_the_error_is_measured_whatever_the_grouping(rank: int, at_once: int) ->
         assert P.smallest <= extremes(P, exact.matrix)[0] < 1
 
 
-def test_made_from_a_subset_nothing_is_proven_but_the_general_bound() -> None:
+def test_made_from_a_subset_the_bound_is_its_share() -> None:
+    """See test_preconditioners_of_subsets.py."""
     H = rank_ones(300, 0.9)
     truths = []
     for seed in range(6):
         P = nystrom(H, 0.01, rank=10, generator=generator(seed), terms=12)
-        assert (P.terms, P.exact_for_terms, P.num_products, P.num_term_products) == (12, None, 10, 120)
+        assert (P.terms, P.exact_for_terms, P.num_products, P.num_term_products) == (12, 300, 10, 120)
         for bounded in (P, P.for_operator(H)):
-            assert bounded.smallest == pytest.approx(0.01 / (float(P.eigenvalues[0]) + 0.01), rel=1e-9)
+            assert bounded.smallest == pytest.approx(12 / 300, rel=1e-6)
         truths.append(extremes(P, H.mean.matrix)[0])
         assert P.smallest <= truths[-1]
     assert min(truths) < 0.5  # the bound for the whole data, 1, would be wrong
@@ -291,7 +292,8 @@ def test_the_bound_depends_on_the_operator_it_is_asked_for() -> None:
     assert other.smallest == pytest.approx(0.01 / (float(whole.eigenvalues[0]) + 0.01), rel=1e-9)
     assert other.smallest <= extremes(other, part.matrix)[0] < whole.smallest
     ritz = deflation(H, 0.01, rank=4, products=20, generator=generator(), terms=40)
-    assert (ritz.exact_for_terms, ritz.num_products, ritz.num_term_products) == (None, 21, 21 * 40)
+    assert (ritz.exact_for_terms, ritz.num_products, ritz.num_term_products) == (300, 21, 21 * 40)
+    assert ritz.share == 40 / 300
     with pytest.raises(VectorError, match="operator's space"):
         whole.for_operator(Dense(torch.eye(3)))
 

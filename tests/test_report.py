@@ -16,6 +16,7 @@ import pytest
 import pages
 import whence.report
 from whence.errors import OptionError
+from whence.report import figures
 from whence.report.formatting import interval
 from whence.report.page import render, write
 from whence.report.untrusted import href
@@ -118,6 +119,32 @@ def test_a_million_scores_make_no_larger_page() -> None:
     assert shown is not None
     counts = [int(n.replace(",", "")) for n in re.findall(r"<title>([\d,]+) with scores", shown[0])]
     assert sum(counts) == total
+
+
+def test_a_path_begins_at_its_first_step() -> None:
+    """The first point is what the first iteration found; there is none before it."""
+    drawn = figures.chain_paths(np.array([[1.0, 2.0, 3.0, 4.0]]), 0.5, unit="iteration")
+    assert drawn is not None
+    (points,) = re.findall(r'<polyline class="chain c0" points="([^"]*)"', drawn)
+    assert [point.split(",")[0] for point in points.split()] == ["0.0", "333.3", "666.7", "1000.0"]
+    below = re.findall(rf'<text x="([\d.]+%)" y="{figures.HEIGHT + 17}"[^>]*>([^<]*)<', drawn)
+    assert below == [("0.00%", "1"), ("33.33%", "2"), ("66.67%", "3"), ("100.00%", "4")]
+    (averaged,) = re.findall(r'<rect class="tail" x="([^"]*)"', drawn)  # the third and the fourth
+    assert averaged == "66.67%"
+    assert "path of 4 iterations" in drawn
+    assert ">iteration<" in drawn
+
+
+def test_long_paths_are_thinned_out_and_stay_in_place() -> None:
+    drawn = figures.chain_paths(np.linspace(1.0, 2.0, 5000)[None], 0.0)
+    assert drawn is not None
+    (points,) = re.findall(r'<polyline class="chain c0" points="([^"]*)"', drawn)
+    x, y = np.array([[float(part) for part in point.split(",")] for point in points.split()]).T
+    assert 200 <= len(x) <= figures.POINTS
+    assert (x[0], x[-1]) == (0.0, 1000.0)
+    line = np.polynomial.Polynomial.fit(x, y, 1)  # a straight path is drawn as a straight line
+    assert np.abs(line(x) - y).max() < 0.1
+    assert ">step<" in drawn
 
 
 @pytest.mark.parametrize("scores", [[], [0.0, 0.0], [math.nan], [5.0], [-1e-30, 1e30]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +107,19 @@ def test_a_tied_head_is_left_out_with_the_embedding() -> None:
 # --- whole reproductions ---------------------------------------------------------------------------------
 
 
+QUICK = ("table1", "table2", "figure1", "figure2")
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """On the digits alone: the language model of this profile takes longer, and the paper's formats test that path."""
+    """On the digits alone, with fewer repetitions: the paper's formats test the path of language models."""
     directory = tmp_path_factory.mktemp("quick")
+    effort = figure1._Effort(images=2, tests=40, full_batch=True, refine=2.0, chains=2, tuning_chains=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("whence.reproduce.run.subjects", lambda profile, kind=None: ("digits-mlp",))
-        for name in ("table1", "table2", "figure1", "figure2"):
+        patch.setitem(figure1._EFFORTS, "quick", effort)
+        patch.setitem(figure2._EFFORTS, "quick", (100, 10, 60, 1))
+        for name in QUICK:
             list(reproduce(name, "quick", directory))
     return directory
 
@@ -146,7 +153,7 @@ def test_quick_figure_2_shows_the_small_batch_behind(quick: Path) -> None:
 
 
 def test_everything_is_written_and_summed_up(quick: Path) -> None:
-    for name in ("table1", "table2", "figure1", "figure2"):
+    for name in QUICK:
         for suffix in ("json", "svg", "png", "md"):
             assert (quick / f"{name}.{suffix}").stat().st_size > 200
     results = (quick / "RESULTS.md").read_text()
@@ -158,10 +165,22 @@ def test_a_second_run_measures_nothing_again(quick: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(spectra, "_measure", None)
     monkeypatch.setattr(figure1, "_image", None)
     monkeypatch.setattr(figure2, "_measure", None)
+    images = len(finding(quick, "figure1").numbers["rows"])
+    monkeypatch.setitem(
+        figure1._EFFORTS, "quick", replace(figure1._EFFORTS["quick"], images=images, tests=40)
+    )
     before = (quick / "figure1.svg").read_bytes()
     for name in ("table1", "figure1", "figure2"):
         list(reproduce(name, "quick", quick))
     assert (quick / "figure1.svg").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_the_quick_profile_as_it_is(tmp_path: Path) -> None:
+    """All of its repetitions, and its language model."""
+    for name in (*QUICK, "figure3", "figure4"):
+        (found,) = reproduce(name, "quick", tmp_path)
+        assert found.holds is not False, found.measured
 
 
 # --- the paper's own formats -----------------------------------------------------------------------------
@@ -222,33 +241,39 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory for all of them: spectra are measured once."""
+    return tmp_path_factory.mktemp("results")
+
+
 @pytest.fixture
 def small_efforts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's profile is the same code with more repetitions."""
-    effort = spectra._Effort(forms=12, pairs=6, batch=64, probes=8, lanczos_terms=256)
-    for kind, sizes in (("vision", (2, 4, 8, 16)), ("language", (200, 400, 800, 1600))):
+    effort = spectra._Effort(forms=12, pairs=6, batch=64, probes=8, lanczos_terms=128)
+    for kind, sizes in (("vision", (2, 4, 8, 16)), ("language", (200, 400, 800))):
         monkeypatch.setitem(spectra._EFFORTS, ("paper", kind), effort)
-        monkeypatch.setitem(figure4._EFFORTS, ("paper", kind), (6, sizes, 256))
+        monkeypatch.setitem(figure4._EFFORTS, ("paper", kind), (6, sizes, 128))
     monkeypatch.setitem(
         figure1._EFFORTS,
         "paper",
         figure1._Effort(images=2, tests=6, full_batch=False, refine=1.0, chains=2, tuning_chains=1),
     )
-    monkeypatch.setitem(figure2._EFFORTS, "paper", (20, 4, 6, 1))
+    monkeypatch.setitem(figure2._EFFORTS, "paper", (12, 4, 6, 1))
     monkeypatch.setitem(figure3._EFFORTS, "paper", (3, 3, 2))
     for key in spectra._EFFORTS:
         assert key[0] in ("quick", "offline", "paper")
-    monkeypatch.setattr(subjects, "_PAPER_DAMPING", 0.5)
+    monkeypatch.setattr(subjects, "_PAPER_DAMPING", 2.0)
 
 
 @pytest.mark.filterwarnings("ignore::whence.errors.WhenceWarning")  # tiny random models converge badly
 @pytest.mark.parametrize("name", ["table1", "figure1", "figure2", "figure3", "figure4"])
 def test_the_papers_profile_runs_on_its_formats(
-    name: str, inputs: Path, tmp_path: Path, small_efforts: None
+    name: str, inputs: Path, results: Path, small_efforts: None
 ) -> None:
-    (found,) = reproduce(name, "paper", tmp_path, inputs=inputs)
+    (found,) = reproduce(name, "paper", results, inputs=inputs)
     assert found.profile == "paper"
-    assert (tmp_path / f"{name}.svg").exists()
+    assert (results / f"{name}.svg").exists()
     if name == "table1":
         assert [row["name"] for row in found.numbers["rows"]] == [row.name for row in PRINTED]
 

@@ -10,6 +10,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 
+from dense import gram
 from whence import GaussNewton, LanguageModeling
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,()`'"
@@ -28,7 +29,8 @@ class Text:
 
     def exact_scores(self, damping: float) -> Tensor:
         system = self.hessian + damping * torch.eye(len(self.hessian), dtype=torch.float64)
-        return self.query_gradients @ torch.linalg.solve(system, self.train_gradients.T)
+        solved = torch.cholesky_solve(self.query_gradients.T, torch.linalg.cholesky(system))
+        return solved.T @ self.train_gradients.T
 
 
 def encode(text: str) -> Tensor:
@@ -79,8 +81,8 @@ def problem() -> Text:
     ]
     wide = copy.deepcopy(model).double()
     gnh = GaussNewton(wide, task, train)
-    hessian, terms = torch.zeros(gnh.num_parameters, gnh.num_parameters, dtype=torch.float64), 0
-    for example in train:
+
+    def roots(example: dict[str, Tensor]) -> Tensor:
         batch = task.collate([example])
         leaves = gnh.network.leaves()
         outputs = gnh.network.outputs(batch, leaves)[0, :-1]  # [L, K]
@@ -90,10 +92,10 @@ def problem() -> Text:
         )  # fmt: skip
         jacobian = torch.cat([row.flatten(1) for row in rows], dim=1).reshape(*outputs.shape, -1)
         p = outputs.detach().softmax(-1).unsqueeze(2)
-        root = (p.sqrt() * (jacobian - (p * jacobian).sum(1, keepdim=True))).flatten(0, 1)  # S = RᵀR
-        hessian += root.T @ root
-        terms += len(outputs)
+        return (p.sqrt() * (jacobian - (p * jacobian).sum(1, keepdim=True))).flatten(0, 1)  # S = RᵀR
+
+    hessian = gram(map(roots, train)) / gnh.num_terms
     gradients = [
         torch.cat([t.flatten(1) for t in gnh.gradients(part).values()], 1) for part in (queries, train)
     ]
-    return Text(model, train, queries, hessian / terms, *gradients)
+    return Text(model, train, queries, hessian, *gradients)

@@ -22,7 +22,7 @@ from whence.gauss_newton import GaussNewton
 from whence.operators import Damped, Dense, FiniteSum, LinearOperator
 from whence.plan import Plan
 from whence.similarity import gradient_similarity, influence_similarity
-from whence.solvers import Certificate, ConjugateGradient, Lissa, Solution, Solver
+from whence.solvers import Certificate, ConjugateGradient, Lissa, Refinement, Solution, Solver
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum, lanczos, sketch
 from whence.tasks import Classification, ConvexLoss, LanguageModeling, Regression, Task
 from whence.validation import linear_datamodeling_score, pbrf
@@ -45,6 +45,7 @@ __all__ = [
     "Lissa",
     "ParamVector",
     "Plan",
+    "Refinement",
     "Regression",
     "Solution",
     "Solver",

@@ -81,15 +81,23 @@ class TermSet:
         """Mean number of terms in an example."""
         return self.num_terms / len(self)
 
-    def draw(self, batch_size: int, generator: torch.Generator) -> Tensor:
-        """Positions of enough examples for about ``batch_size`` terms, drawn independently."""
+    def draw(self, batch_size: int, generator: torch.Generator, *, distinct: bool = False) -> Tensor:
+        """Positions of enough examples for about ``batch_size`` terms, drawn independently, or all different."""
         examples = max(1, round(batch_size / self.terms_per_example))
+        if distinct:
+            order = torch.randperm(len(self), generator=generator, device=generator.device)
+            return order[:examples].cpu()
         return torch.randint(len(self), (examples,), generator=generator, device=generator.device).cpu()
 
-    def draw_weighted(self, batch_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
-        """As `draw`, by `importance`: positions, and what each counts for (None: all the same)."""
+    def draw_weighted(
+        self, batch_size: int, generator: torch.Generator, *, distinct: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `draw`, by `importance`: positions, and what each counts for (None: all the same).
+
+        With unequal chances, draws are independent whether ``distinct`` or not.
+        """
         if self.importance is None:
-            return self.draw(batch_size, generator), None
+            return self.draw(batch_size, generator, distinct=distinct), None
         examples = max(1, round(batch_size / self.terms_per_example))
         uniform = torch.rand(examples, generator=generator, device=generator.device, dtype=torch.float64)
         edges = self.importance.double().cumsum(0)
@@ -99,6 +107,16 @@ class TermSet:
     def weight(self, examples: int) -> float:
         """``n / (N m)``: what each term of a draw of ``m`` examples is multiplied by."""
         return len(self) / (self.num_terms * examples)
+
+    def share_of_whole(self, positions: Tensor, weights: Tensor | None = None) -> float:
+        """The largest c at which no drawn term's coefficient in ``c·H̃`` exceeds the ``1/N`` that it has in H.
+
+        An example that was drawn with the weights w, one for each time, has ``Σw · n/(N m)`` in H̃. So ``c = m/(n·Σw)``
+        with the largest such sum: m/n for different examples that count alike.
+        """
+        _, place = positions.unique(return_inverse=True)
+        # no more than 1 but for rounding: as Σp ≤ 1, some drawn example has m·p/times ≤ 1
+        return min(1.0, len(positions) / (len(self) * float(torch.bincount(place, weights).max())))
 
     def fetch(self, positions: Tensor) -> Batch:
         """The examples at these positions, as one batch on the device."""

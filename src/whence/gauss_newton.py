@@ -31,11 +31,12 @@ from whence.operators import LinearOperator
 from whence.products.exact import block_tangents, dual_forward, tangent_only
 from whence.products.finite_difference import FiniteDifferences, StepMemory
 from whence.products.network import Network, Receiver, adding_to
+from whence.sampled import SampledGaussNewton
 from whence.selection import ParameterFilter, select_parameters
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
 
-__all__ = ["GaussNewton"]
+__all__ = ["GaussNewton", "SampledGaussNewton"]
 
 Product = Literal["auto", "exact", "finite-difference"]
 
@@ -160,10 +161,13 @@ class GaussNewton(LinearOperator):
         sign = 1 if torch.rand((), generator=generator, device=generator.device) < 0.5 else -1
         return SampledGaussNewton(self, *drawn, sign)
 
-    def subset(self, batch_size: int, generator: torch.Generator) -> SampledGaussNewton:
+    def subset(
+        self, batch_size: int, generator: torch.Generator, *, distinct: bool = False
+    ) -> SampledGaussNewton:
         """``H̃`` over drawn examples, for repeated use: by finite differences its products are central."""
         self.check_batch_size(batch_size)
-        return SampledGaussNewton(self, *self.terms.draw_weighted(batch_size, generator), None)
+        drawn = self.terms.draw_weighted(batch_size, generator, distinct=distinct)
+        return SampledGaussNewton(self, *drawn)
 
     @property
     def has_factors(self) -> bool:
@@ -361,10 +365,8 @@ class GaussNewton(LinearOperator):
                 if base is None:
                     outputs, tangent = tangent_only(self.network, batch, column)
                 else:
-                    outputs, tangent = (
-                        base.outputs,
-                        self.differences(batch).tangent(base, batch, column, sign),
-                    )
+                    outputs = base.outputs
+                    tangent = self.differences(batch).tangent(base, batch, column, sign)
                 check_finite(outputs)
                 curved = self._curved(outputs, tangent, batch)
                 total[k] += float(torch.sum(curved.mul_(tangent), dtype=torch.float64))
@@ -385,32 +387,6 @@ class GaussNewton(LinearOperator):
                 self.zeros().check_same_space(vector)
         if len(vector) != len(self.network.parameters):
             self.zeros().check_same_space(vector)
-
-
-class SampledGaussNewton(LinearOperator):
-    """``H̃``: the operator over some drawn examples, weighted so that its expectation is ``H``."""
-
-    def __init__(
-        self, parent: GaussNewton, positions: Tensor, weights: Tensor | None, sign: int | None
-    ) -> None:
-        self._parent, self._positions, self._weights, self._sign = parent, positions, weights, sign
-        self._num_terms = max(1, round(len(positions) * parent.terms.terms_per_example))
-
-    @property
-    def num_terms(self) -> int:
-        return self._num_terms
-
-    def zeros(self, columns: int | None = None) -> ParamVector:
-        return self._parent.zeros(columns)
-
-    def matvec(self, vector: ParamVector) -> ParamVector:
-        return self._parent._matvec(vector, self._positions, self._sign, self._weights)
-
-    def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
-        self._parent._add_matvec(out, vector, scale, self._positions, self._sign, self._weights)
-
-    def quadratic_form(self, vector: ParamVector) -> Tensor:
-        return self._parent._quadratic_form(vector, self._positions, self._sign, self._weights)
 
 
 def _per_example(weights: Tensor, product: Tensor, outputs: Tensor) -> Tensor:

@@ -55,9 +55,27 @@ class LinearOperator(ABC):
         """An operator over about ``batch_size`` terms drawn independently, with ``E[A_B] = A``."""
         raise OptionError(f"{type(self).__name__} is not a mean over terms, so it cannot be sampled")
 
-    def subset(self, batch_size: int, generator: torch.Generator) -> LinearOperator:
-        """Like `sample`, for repeated use: products with it are deterministic."""
+    def subset(
+        self, batch_size: int, generator: torch.Generator, *, distinct: bool = False
+    ) -> LinearOperator:
+        """Like `sample`, for repeated use: products with it are deterministic.
+
+        Args:
+            batch_size: how many terms, about.
+            generator: draws them.
+            distinct: draw no term twice, where all have equal chances. The expectation is the same, the variance less,
+                and `share_of_whole` more.
+        """
         return self.sample(batch_size, generator)
+
+    @property
+    def share_of_whole(self) -> float:
+        """Of an operator ``A_B`` that was drawn from ``A``: a c ≤ 1 with ``c·A_B ≼ A``, if every term is ≽ 0.
+
+        A holds the terms that were drawn. So c is the least ratio of a drawn term's coefficient in A to its own in A_B:
+        m/n for m of n terms, all different. 0 where nothing is known.
+        """
+        return 0.0
 
     @property
     def has_factors(self) -> bool:
@@ -91,6 +109,7 @@ class Dense(LinearOperator):
         matrix: ``[N, N]``.
         template: the space to act on, flattened in the template's order; by default one tensor ``"x"``.
         num_terms: how many terms the matrix is the mean of.
+        share_of_whole: where it was drawn from another; see `LinearOperator.share_of_whole`.
 
     Example:
         >>> A = Dense(torch.diag(torch.tensor([1.0, 2.0])))
@@ -98,11 +117,19 @@ class Dense(LinearOperator):
         tensor([1., 2.])
     """
 
-    def __init__(self, matrix: Tensor, template: ParamVector | None = None, *, num_terms: int = 1) -> None:
+    def __init__(
+        self,
+        matrix: Tensor,
+        template: ParamVector | None = None,
+        *,
+        num_terms: int = 1,
+        share_of_whole: float = 0.0,
+    ) -> None:
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise OptionError(f"Dense needs a square matrix, got shape {tuple(matrix.shape)}")
         self.matrix = matrix
         self._num_terms = num_terms
+        self._share_of_whole = share_of_whole
         self._template = template or ParamVector({"x": matrix.new_zeros(matrix.shape[0])})
         if self._template.numel != matrix.shape[0]:
             raise VectorError(
@@ -119,6 +146,10 @@ class Dense(LinearOperator):
     @property
     def num_terms(self) -> int:
         return self._num_terms
+
+    @property
+    def share_of_whole(self) -> float:
+        return self._share_of_whole
 
     def flatten(self, vector: ParamVector) -> Tensor:
         """``[N]``, or ``[k, N]`` for a block: the order of the matrix's rows."""
@@ -172,8 +203,17 @@ class FiniteSum(LinearOperator):
 
     def sample(self, batch_size: int, generator: torch.Generator) -> Dense:
         self.check_batch_size(batch_size)
-        picks = torch.randint(self.num_terms, (batch_size,), generator=generator)
-        return Dense(self.matrices[picks].mean(0), self._template, num_terms=batch_size)
+        return self._over(torch.randint(self.num_terms, (batch_size,), generator=generator))
+
+    def subset(self, batch_size: int, generator: torch.Generator, *, distinct: bool = False) -> Dense:
+        if not distinct:
+            return self.sample(batch_size, generator)
+        self.check_batch_size(batch_size)
+        return self._over(torch.randperm(self.num_terms, generator=generator)[:batch_size])
+
+    def _over(self, picks: Tensor) -> Dense:
+        share = len(picks) / (self.num_terms * int(picks.bincount().max()))
+        return Dense(self.matrices[picks].mean(0), self._template, num_terms=len(picks), share_of_whole=share)
 
     @property
     def has_factors(self) -> bool:
@@ -228,5 +268,9 @@ class Damped(LinearOperator):
     def sample(self, batch_size: int, generator: torch.Generator) -> Damped:
         return Damped(self.operator.sample(batch_size, generator), self.damping)
 
-    def subset(self, batch_size: int, generator: torch.Generator) -> Damped:
-        return Damped(self.operator.subset(batch_size, generator), self.damping)
+    def subset(self, batch_size: int, generator: torch.Generator, *, distinct: bool = False) -> Damped:
+        return Damped(self.operator.subset(batch_size, generator, distinct=distinct), self.damping)
+
+    @property
+    def share_of_whole(self) -> float:
+        return self.operator.share_of_whole  # c·λ ≤ λ

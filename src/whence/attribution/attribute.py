@@ -89,7 +89,8 @@ def attribute(
         params: which parameters: a predicate on names or glob patterns; all trainable ones by default.
         solver: ``"auto"``: the one that should reach the accuracy at the least cost (`whence.solvers.choice`);
             ``"cg"``: conjugate gradients over all of the data, with a certificate; ``"lissa"``: LiSSA under a plan made
-            from the measured spectrum; or a `ConjugateGradient` or `Lissa` of your own.
+            from the measured spectrum; ``"refinement"``: subset solves finished on fresh batches; or a
+            `ConjugateGradient`, `Lissa` or `Refinement` of your own.
         product: how Gauss-Newton products are computed; see `GaussNewton`.
         accuracy: the expected correlation of the scores with the exact damped ones to aim at.
         chains: LiSSA's independent solves: their mean is the answer, their spread the error bar.

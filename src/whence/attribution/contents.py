@@ -87,6 +87,7 @@ def _question(result: Attribution, q: int, confidence: float, shown: int, agreem
         agreement=agreement,
         paths=solve.paths[:, :, q].numpy(),
         proven=_proven(result, q),
+        parts=_parts(result, q),
     )
 
 
@@ -96,6 +97,14 @@ def _proven(result: Attribution, q: int) -> float | None:
     if solve.certificate is None or solve.score_rms is None:
         return None
     return float(solve.certificate.upper[q]) / max(float(solve.score_rms[q]), 1e-300)
+
+
+def _parts(result: Attribution, q: int) -> tuple[float, float] | None:
+    """Bias and sampling, relative to the scores, where chains tell them."""
+    parts = result.solve.error_parts
+    if parts is None or result.solve.certificate is not None:
+        return None
+    return float(parts.bias[q]), float(parts.sampling[q])
 
 
 def _entries(result: Attribution, ranking: Ranking) -> list[Entry]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from whence.gauss_newton import GaussNewton
 from whence.plan import Plan
 from whence.scoring.cost import count_work
-from whence.solvers.choice import Alternative
+from whence.solvers.choice import Alternative, Passes
 
-__all__ = ["Forecast", "forecast"]
+__all__ = ["Forecast", "count_passes", "forecast"]
 
 
 @dataclass(frozen=True)
@@ -66,4 +66,19 @@ def forecast(
         else scored * gnh.terms.terms_per_example * per_term * score / product,
         memory_bytes=vector * queries * max(copies, 2 * chains + 1 + baseline),
         disk_bytes=vector * queries * (chains + copies) + rows,
+    )
+
+
+def count_passes(gnh: GaussNewton, queries: int) -> Passes:
+    """What starting a pass is worth, in terms: counted in launches and flops, as `whence.scoring.cost` does.
+
+    A product of q columns is 1 + 4q forwards. Exact products start five of them, whatever q; finite differences all.
+    """
+    work = count_work(gnh.network, gnh.terms.fetch(gnh.terms.longest(2)), gnh.micro_batch)
+    forwards = 1 + 4 * queries
+    started = 5 if gnh.product == "exact" else forwards
+    per_term = forwards * work.flops / gnh.terms.terms_per_example
+    return Passes(
+        start=started * work.launching / max(per_term, 1.0),
+        terms=gnh.micro_batch * gnh.terms.terms_per_example,
     )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from whence.allocator import half_of_memory
+from whence.attribution.forecast import count_passes
 from whence.attribution.sampling import curvature_pays, draw_by_curvature
 from whence.attribution.saving import plan_from_json, plan_to_json, spectrum_from_json, spectrum_to_json
 from whence.attribution.settings import Settings
 from whence.gauss_newton import GaussNewton
 from whence.plan import Plan
-from whence.solvers import ConjugateGradient, Lissa
-from whence.solvers.choice import choose, tolerance_for
+from whence.preconditioners import LowRank, nystrom
+from whence.solvers import ConjugateGradient, Lissa, Refinement
+from whence.solvers.choice import Alternative, Choice, choose, make_solver
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.store import Run
 
@@ -37,7 +40,7 @@ class Planned:
         drawn: how batches are drawn, in words, where that is not uniformly.
     """
 
-    solver: Lissa | ConjugateGradient
+    solver: Lissa | ConjugateGradient | Refinement
     plan: Plan
     choice: str
     drawn: tuple[str, ...]
@@ -45,40 +48,51 @@ class Planned:
 
 def make_plan(run: Run, gnh: GaussNewton, settings: Settings, queries: int) -> Planned:
     """Spectrum, choice of the solver, and its settings."""
-    if isinstance(settings.solver, Lissa):
+    if isinstance(settings.solver, (Lissa, Refinement)):
         drawn = draw_by_curvature(run, gnh) if settings.sampling == "curvature" else ()
         return Planned(settings.solver, settings.solver.plan, "", drawn)
     drawn = ()
     if settings.sampling == "curvature":
         drawn = draw_by_curvature(run, gnh)
     spectrum = _measured(run, gnh, settings, "spectrum")
-    choice = _choose(run, gnh, settings, spectrum, queries, "choice")
-    lissa_may = settings.sampling == "auto" and settings.solver in ("auto", "lissa")
-    if lissa_may and curvature_pays(gnh, spectrum, choice["terms"]):
-        drawn = draw_by_curvature(run, gnh)
-        spectrum = _measured(run, gnh, settings, "spectrum-by-curvature")
-        choice = _choose(run, gnh, settings, spectrum, queries, "choice-by-curvature")
-        if choice["solver"] == "cg":  # which draws nothing
+    chosen, words, lissa_terms = _choose(run, gnh, settings, spectrum, queries, "choice")
+    if settings.sampling == "auto" and settings.solver in ("auto", "lissa", "refinement"):
+        if curvature_pays(
+            gnh,
+            spectrum,
+            terms=chosen.terms,
+            lissa_terms=lissa_terms,
+            spectrum_terms=settings.lanczos_terms,
+        ):
+            drawn = draw_by_curvature(run, gnh)
+            spectrum = _measured(run, gnh, settings, "spectrum-by-curvature")
+            chosen, words, _ = _choose(run, gnh, settings, spectrum, queries, "choice-by-curvature")
+        if chosen.solver == "cg":  # which draws nothing
             gnh.terms.importance, drawn = None, ()
-    plan = _tuned(gnh, settings, spectrum, choice["refine"])
+    plan = _tuned(gnh, settings, spectrum, chosen.refine)
+    if chosen.solver == "refinement":
+        plan = plan.replace(num_steps=chosen.num_steps)
     plan = plan_from_json(run.json("plan", lambda: plan_to_json(plan)), spectrum)
-    solver: Lissa | ConjugateGradient = Lissa(plan)
     if isinstance(settings.solver, ConjugateGradient):
-        solver = settings.solver
-    elif choice["solver"] == "cg":
+        return Planned(settings.solver, plan, words, drawn)
+    solver = make_solver(
+        replace(chosen, refine=chosen.refine if settings.refine is None else settings.refine),
+        spectrum,
+        plan.damping,
+        num_terms=gnh.num_terms,
+        accuracy=settings.accuracy,
+        chains=settings.chains,
+        preconditioner=_preconditioner(run, gnh, settings, plan.damping, chosen),
         # Inexact products must be told from converged ones; exact ones need no further product.
-        solver = ConjugateGradient(
-            tolerance=tolerance_for(settings.accuracy),
-            largest=spectrum.lambda_max.upper(3.0),
-            verify=gnh.product != "exact",
-        )
-    return Planned(solver, plan, choice["words"], drawn)
+        verify=gnh.product != "exact",
+    )
+    return Planned(solver, plan, words, drawn)
 
 
 def _choose(
     run: Run, gnh: GaussNewton, settings: Settings, spectrum: Spectrum, queries: int, name: str
-) -> dict[str, Any]:
-    """Which solver, LiSSA's cost, and why; written down, since it depends on the machine's memory."""
+) -> tuple[Alternative, str, float]:
+    """Which solver and why, and LiSSA's terms; written down, since it depends on the machine's memory."""
 
     def compute() -> dict[str, Any]:
         choice = choose(
@@ -88,20 +102,46 @@ def _choose(
             queries=queries,
             accuracy=settings.accuracy,
             chains=settings.chains,
+            passes=count_passes(gnh, queries),
             memory_bytes=half_of_memory(gnh.network.device),
             generator=generator(settings, 3),
         )
-        asked = "cg" if isinstance(settings.solver, ConjugateGradient) else str(settings.solver)
-        chosen = settings.solver == "auto"
         return {
-            "solver": choice.best.solver if chosen else asked,
-            "words": choice.words() if chosen else "",
-            "refine": choice.of("lissa").refine,
-            "terms": (choice.best if chosen else choice.of("lissa")).terms,
+            "chosen": asdict(_asked(choice, settings)),
+            "words": choice.words() if settings.solver == "auto" else "",
+            "lissa_terms": choice.of("lissa").terms,
         }
 
-    found: dict[str, Any] = run.json(name, compute)
-    return found
+    found = run.json(name, compute)
+    return Alternative(**found["chosen"]), found["words"], found["lissa_terms"]
+
+
+def _asked(choice: Choice, settings: Settings) -> Alternative:
+    """The alternative that the settings name; the cheapest where they leave it open."""
+    if settings.solver == "auto":
+        return choice.best
+    name = "cg" if isinstance(settings.solver, ConjugateGradient) else settings.solver
+    assert name in ("cg", "lissa", "refinement")
+    return choice.of(name)
+
+
+def _preconditioner(
+    run: Run, gnh: GaussNewton, settings: Settings, damping: float, chosen: Alternative
+) -> LowRank | None:
+    """Where one was chosen: made once, and kept with the run."""
+    if not chosen.rank:
+        return None
+
+    def compute() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        made = nystrom(
+            gnh, damping, rank=chosen.rank, terms=chosen.rank_terms, generator=generator(settings, 4)
+        )
+        made = made.shrunk()  # or errors could hardly be proven: it was made from a part of the terms
+        return made.tensors(), {**made.notes(), "operator": gnh.state()}
+
+    tensors, notes = run.tensors("preconditioner", compute, gnh.network.device)
+    gnh.restore_state(notes.pop("operator"))
+    return LowRank.from_tensors(tensors, notes)
 
 
 def _tuned(gnh: GaussNewton, settings: Settings, spectrum: Spectrum, needed: float) -> Plan:

@@ -20,6 +20,7 @@ from whence.plan import Plan
 from whence.report.checks import Validation
 from whence.similarity import cosines, similarity_of_chains
 from whence.solvers.certificate import Certificate
+from whence.solvers.error_parts import ErrorParts
 
 __all__ = ["Attribution", "Solve"]
 
@@ -35,11 +36,12 @@ class Solve:
         num_products, num_term_products: spent.
         events: what had to be changed on the way.
         paths: gᵀu along every chain, ``[chains, steps, queries]``.
-        solver: which one it was: ``"lissa"`` or ``"cg"``.
+        solver: which one it was: ``"lissa"``, ``"cg"`` or ``"refinement"``.
         choice: why, in words, where it was chosen.
         certificate: proven bounds of the solution's error, where the solver has them.
         score_rms: ``‖u‖_H``, what they are compared with: the root mean square of the scores, per query.
         by_curvature: whether batches were drawn by curvature (`whence.importance`), not uniformly.
+        error_parts: which part of the scores' error is bias, which sampling, and which is proven, per query.
     """
 
     plan: Plan
@@ -55,6 +57,7 @@ class Solve:
     certificate: Certificate | None = None
     score_rms: Tensor | None = None
     by_curvature: bool = False
+    error_parts: ErrorParts | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Solving for the queries, in one round, or in as many as a ranking needs to be stable.
 
-A round of LiSSA adds independent chains to those before; a round of conjugate gradients goes on from the last
-iteration to a quarter of the error. What a round found is on disk before the next one begins, as everything is: an
+A round of LiSSA or refinement adds independent chains to those before; a round of conjugate gradients goes on from the
+last iteration to a quarter of the error. What a round found is on disk before the next one begins, as everything is: an
 interrupted run goes on, and ends in the same bits.
 """
 
@@ -26,7 +26,7 @@ from whence.attribution.settings import Settings
 from whence.gauss_newton import GaussNewton
 from whence.operators import Damped
 from whence.plan import Plan
-from whence.solvers import CGState, ConjugateGradient, Lissa, Solution
+from whence.solvers import CGState, ConjugateGradient, ErrorParts, Refinement, Solution
 from whence.store import FileJournal, Run
 from whence.store.cg_journal import CGJournal
 from whence.store.journal import pack, unpack
@@ -72,7 +72,7 @@ class Rounds:
     @property
     def adds_chains(self) -> bool:
         """Whether a round adds to what was found before, or replaces it."""
-        return isinstance(self._planned.solver, Lissa)
+        return not isinstance(self._planned.solver, ConjugateGradient)
 
     def next(self) -> Solve:
         """One more round."""
@@ -80,7 +80,7 @@ class Rounds:
         tensors, notes = self._run.tensors(name, self._compute, self._gnh.network.device)
         self._gnh.restore_state(notes["operator"])
         self.latest = [unpack(tensors, f"chain {k}") for k in range(notes["chains"])]
-        self.solve = _together(self.solve, _solve(self._planned, tensors, notes))
+        self.solve = _together(self.solve, _solve(self._planned, tensors, notes), self.count)
         self.count += 1
         return self.solve
 
@@ -104,10 +104,10 @@ class Rounds:
         planned, gnh = self._planned, self._gnh
         damped = Damped(gnh, planned.plan.damping)
         random = generator(self._settings, 2 if self.count == 0 else 100 + self.count)
-        if isinstance(planned.solver, Lissa):
-            solution = planned.solver.solve(damped, self._rhs, generator=random, journal=self._journal())
-        else:
+        if isinstance(planned.solver, ConjugateGradient):
             solution = self._conjugate_gradients(planned.solver, damped, random)
+        else:
+            solution = planned.solver.solve(damped, self._rhs, generator=random, journal=self._journal())
         return _tensors(solution), {**_notes(solution, planned.plan), "operator": gnh.state()}
 
     def _journal(self) -> FileJournal | None:
@@ -144,10 +144,13 @@ class Rounds:
         return solution
 
 
-def _together(before: Solve | None, new: Solve) -> Solve:
+def _together(before: Solve | None, new: Solve, rounds: int) -> Solve:
     """How the solver fared in all rounds: chains add up, an iteration contains the ones before."""
     if before is None or new.certificate is not None:
         return new
+    parts = new.error_parts
+    if before.error_parts is not None and parts is not None:
+        parts = before.error_parts.with_more(rounds, parts)
     return replace(
         new,
         num_products=before.num_products + new.num_products,
@@ -157,6 +160,7 @@ def _together(before: Solve | None, new: Solve) -> Solve:
         if before.paths.shape[1:] == new.paths.shape[1:]
         else new.paths,
         converged=before.converged & new.converged,
+        error_parts=parts,
     )
 
 
@@ -171,12 +175,19 @@ def _solve(planned: Planned, tensors: dict[str, Tensor], notes: dict[str, Any]) 
         num_term_products=notes["num_term_products"],
         events=(*planned.drawn, *notes["events"]),
         paths=tensors["paths"].cpu(),
-        solver="lissa" if certificate is None else "cg",
+        solver=_name(planned),
         choice=planned.choice,
         certificate=certificate,
         score_rms=tensors["score_rms"].cpu() if "score_rms" in tensors else None,
         by_curvature=bool(planned.drawn),
+        error_parts=None if notes.get("error_parts") is None else ErrorParts.from_json(notes["error_parts"]),
     )
+
+
+def _name(planned: Planned) -> str:
+    if isinstance(planned.solver, ConjugateGradient):
+        return "cg"
+    return "refinement" if isinstance(planned.solver, Refinement) else "lissa"
 
 
 def _tensors(solution: Solution) -> dict[str, Tensor]:
@@ -202,4 +213,5 @@ def _notes(solution: Solution, planned: Plan) -> dict[str, Any]:
         "num_products": solution.num_products,
         "num_term_products": solution.num_term_products,
         "events": list(solution.events),
+        "error_parts": None if solution.error_parts is None else solution.error_parts.to_json(),
     }

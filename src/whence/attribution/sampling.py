@@ -16,23 +16,34 @@ __all__ = ["curvature_pays", "draw_by_curvature"]
 
 #: A constant C above this means that few examples carry the Hessian.
 _NOISY = 6.0
+#: What measuring a spectrum costs, in products as large as Lanczos'.
+_SPECTRUM_PRODUCTS = 24
 
 
-def curvature_pays(gnh: GaussNewton, spectrum: Spectrum, terms: float) -> bool:
-    """Whether measuring every example's curvature can cost less than it saves.
+def curvature_pays(
+    gnh: GaussNewton, spectrum: Spectrum, *, terms: float, lissa_terms: float, spectrum_terms: int
+) -> bool:
+    """Whether drawing by curvature should save more than finding it out costs.
 
-    The constant C of the batches' noise is about 2 when examples contribute alike. Where it is far above, a forward
-    pass over the data (a fifth of a product) must be small beside what is to be spent otherwise.
+    The constant C of the batches' noise is about 2 when examples contribute alike; where it is surely far above, few of
+    them carry the Hessian. LiSSA's cost is proportional to C, so ``2/C`` of it is what could be left; and before that a
+    forward pass over the data (a fifth of a product), and the spectrum once more.
 
     Args:
         gnh: the operator.
         spectrum: measured with batches drawn uniformly.
-        terms: that the solve would go through with those.
+        terms: that the best solver would go through with those.
+        lissa_terms: that LiSSA would.
+        spectrum_terms: that one of Lanczos' products goes over.
     """
-    constants = [spectrum.sampling_constant, spectrum.top_sampling_constant]
-    largest = max((estimate.value for estimate in constants if estimate is not None), default=0.0)
-    known = type(gnh.task).curvature is not Task.curvature
-    return known and largest > _NOISY and gnh.num_terms / 5 < terms / 4
+    measured = [spectrum.sampling_constant, spectrum.top_sampling_constant]
+    constants = [estimate for estimate in measured if estimate is not None]
+    surely = max((estimate.value - estimate.stderr for estimate in constants), default=0.0)
+    if type(gnh.task).curvature is Task.curvature or surely <= _NOISY:
+        return False
+    left = lissa_terms * 2 / max(estimate.value for estimate in constants)
+    again = gnh.num_terms / 5 + _SPECTRUM_PRODUCTS * min(spectrum_terms, gnh.num_terms)
+    return left + again < terms
 
 
 def draw_by_curvature(run: Run, gnh: GaussNewton) -> tuple[str, ...]:

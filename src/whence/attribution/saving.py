@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from whence.exhibit import Exhibit
 from whence.plan import Plan
 from whence.report.checks import Validation
 from whence.solvers.certificate import Certificate
+from whence.solvers.error_parts import ErrorParts
 from whence.spectrum import Estimate, Spectrum
 from whence.store import Run, ScoreParts
 from whence.store.files import read_json, replace_file, write_json
@@ -28,11 +30,14 @@ __all__ = [
     "load",
     "plan_from_json",
     "plan_to_json",
+    "read_shown",
     "read_validation",
+    "readable",
     "save",
     "spectrum_from_json",
     "spectrum_to_json",
     "write_result",
+    "write_shown",
 ]
 
 #: What `whence.validation.validate` keeps beside a result.
@@ -49,7 +54,12 @@ def save(result: Attribution, directory: Path) -> None:
 
 def write_result(result: Attribution, directory: Path, *, parts: int, scores: str = "scores") -> None:
     """Write what stands beside the scores; ``result.json`` last, since it says that all is there."""
-    write_shown(result, directory / "shown.parquet")
+    write_shown(
+        directory / "shown.parquet",
+        queries=result.queries,
+        exhibits=result.exhibits,
+        token_scores=result.token_scores,
+    )
     if result.validation is not None:
         write_json(directory / VALIDATION, result.validation.to_json())
     solve = result.solve
@@ -82,6 +92,7 @@ def write_result(result: Attribution, directory: Path, *, parts: int, scores: st
                 "certificate": certificate_to_json(solve.certificate),
                 "score_rms": None if solve.score_rms is None else solve.score_rms.tolist(),
                 "by_curvature": solve.by_curvature,
+                "error_parts": None if solve.error_parts is None else solve.error_parts.to_json(),
             },
         },
     )
@@ -97,6 +108,10 @@ def load(directory: str | Path) -> Attribution:
     if not (path / "config.json").exists():
         raise RunDirectoryError(f"{path} holds no run of whence: there is no config.json in it")
     config = read_config(path)
+    if config.get("command") == "clean":
+        raise RunDirectoryError(
+            f"{path} holds a run of whence clean, which has no scores to load; `whence report {path}` writes its page"
+        )
     if not (path / "result.json").exists():
         raise RunDirectoryError(
             f"the run in {path} is not finished; run the same command again to go on with it"
@@ -130,6 +145,9 @@ def load(directory: str | Path) -> Attribution:
             certificate=certificate_from_json(solve["certificate"]),
             score_rms=None if rms is None else torch.tensor(rms, dtype=torch.float64),
             by_curvature=solve["by_curvature"],
+            error_parts=None
+            if solve.get("error_parts") is None
+            else ErrorParts.from_json(solve["error_parts"]),
         ),
         queries=queries,
         exhibits=exhibits,
@@ -165,22 +183,27 @@ def read_validation(directory: Path) -> Validation | None:
 _FIELDS = [field.name for field in fields(Exhibit)]
 
 
-def write_shown(result: Attribution, path: Path) -> None:
+def write_shown(
+    path: Path,
+    *,
+    queries: Sequence[Exhibit] = (),
+    exhibits: Mapping[int, Exhibit],
+    token_scores: Mapping[tuple[int, int], Sequence[float]] | None = None,
+) -> None:
     """Exhibits of queries and examples, and token scores, as one Parquet table."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = [
-        {"kind": "query", "query": q, "index": -1, **asdict(exhibit)}
-        for q, exhibit in enumerate(result.queries)
+        {"kind": "query", "query": q, "index": -1, **asdict(exhibit)} for q, exhibit in enumerate(queries)
     ]
     rows += [
         {"kind": "example", "query": -1, "index": index, **asdict(exhibit)}
-        for index, exhibit in result.exhibits.items()
+        for index, exhibit in exhibits.items()
     ]
     rows += [
         {"kind": "tokens", "query": query, "index": index, "token_scores": list(scores)}
-        for (query, index), scores in result.token_scores.items()
+        for (query, index), scores in (token_scores or {}).items()
     ]
     types = {name: pa.string() for name in _FIELDS} | {
         "tokens": pa.list_(pa.string()),
@@ -219,12 +242,15 @@ def read_shown(
     return tuple(queries), exhibits, token_scores
 
 
-def _encodable(row: dict[str, Any]) -> dict[str, Any]:
-    """Half of a surrogate pair, as some decoders produce, cannot be stored: show it as unreadable."""
+def readable(text: str) -> str:
+    """Text that can be stored: half of a surrogate pair, as some decoders produce, is shown as unreadable."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
+
+def _encodable(row: dict[str, Any]) -> dict[str, Any]:
     def clean(value: Any) -> Any:
         if isinstance(value, str):
-            return value.encode("utf-8", "replace").decode("utf-8")
+            return readable(value)
         return [clean(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     return {name: clean(value) for name, value in row.items()}

@@ -10,12 +10,12 @@ from whence.errors import OptionError
 from whence.gauss_newton import Product
 from whence.plan import check_damping
 from whence.scoring import Method
-from whence.solvers import ConjugateGradient, Lissa
+from whence.solvers import ConjugateGradient, Lissa, Refinement
 from whence.solvers.choice import check_accuracy
 
 __all__ = ["Sampling", "Settings", "SolverChoice"]
 
-SolverChoice = Literal["auto", "lissa", "cg"] | Lissa | ConjugateGradient
+SolverChoice = Literal["auto", "lissa", "cg", "refinement"] | Lissa | ConjugateGradient | Refinement
 #: How batches are drawn: with equal chances, by curvature (`whence.importance`), or as the measured noise suggests.
 Sampling = Literal["auto", "uniform", "curvature"]
 
@@ -43,13 +43,11 @@ class Settings:
     def __post_init__(self) -> None:
         check_damping(self.damping)
         check_accuracy(self.accuracy)
-        if not isinstance(self.solver, (Lissa, ConjugateGradient)) and self.solver not in (
-            "auto",
-            "lissa",
-            "cg",
-        ):
+        names = ("auto", "lissa", "cg", "refinement")
+        if not isinstance(self.solver, (Lissa, ConjugateGradient, Refinement)) and self.solver not in names:
             raise OptionError(
-                f"solver is {self.solver!r}; it must be 'auto', 'lissa', 'cg', a Lissa(plan) or a ConjugateGradient()"
+                f"solver is {self.solver!r}; it must be 'auto', 'lissa', 'cg', 'refinement', or a Lissa, "
+                "ConjugateGradient or Refinement"
             )
         if self.method not in ("auto", "directional", "gradients"):
             raise OptionError(f"method is {self.method!r}; it must be 'auto', 'directional' or 'gradients'")
@@ -61,7 +59,7 @@ class Settings:
             )
         if self.sampling not in ("auto", "uniform", "curvature"):
             raise OptionError(f"sampling is {self.sampling!r}; it must be 'auto', 'uniform' or 'curvature'")
-        if isinstance(self.solver, Lissa):
+        if isinstance(self.solver, (Lissa, Refinement)):
             plan = self.solver.plan
             if self.damping != "auto" and self.damping != plan.damping:
                 raise OptionError(
@@ -82,7 +80,7 @@ class Settings:
 
     @property
     def _chains(self) -> int:
-        return self.solver.plan.chains if isinstance(self.solver, Lissa) else self.chains
+        return self.solver.plan.chains if isinstance(self.solver, (Lissa, Refinement)) else self.chains
 
     def config(self) -> dict[str, Any]:
         """JSON values that identify the settings in a run directory."""

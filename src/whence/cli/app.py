@@ -11,7 +11,8 @@ import typer
 
 from whence.allocator import half_of_memory
 from whence.attribution import Attribution, attribute, load
-from whence.attribution.forecast import forecast
+from whence.attribution.clean_saving import is_cleaning, load_cleaning
+from whence.attribution.forecast import count_passes, forecast
 from whence.attribution.saving import plan_to_json, spectrum_to_json
 from whence.cli.clean import clean_command
 from whence.cli.job import Job, JobOptions
@@ -103,6 +104,7 @@ def plan(
         queries=queries,
         accuracy=accuracy,
         chains=chains,
+        passes=count_passes(gnh, queries),
         memory_bytes=half_of_memory(gnh.network.device),
         generator=torch.Generator().manual_seed(job.options.seed),
     )
@@ -162,7 +164,11 @@ def attribute_command(
     chains: Chains = 4,
     refine: Refine = None,
     solver: Annotated[
-        str, typer.Option(help="auto, cg (conjugate gradients over all of the data) or lissa.")
+        str,
+        typer.Option(
+            help="auto, cg (conjugate gradients over all of the data), lissa, or refinement (solve on subsets, "
+            "finish on fresh batches)."
+        ),
     ] = "auto",
     sampling: Annotated[
         str, typer.Option(help="How LiSSA's batches are drawn: auto, uniform or curvature.")
@@ -222,13 +228,21 @@ def resume(
 @app.command("report", epilog="Example: [bold]whence report runs/first --output report.html[/]")
 @guarded
 def report_command(
-    run: Annotated[Path, typer.Argument(help="Directory of a finished run, or of a saved attribution.")],
+    run: Annotated[
+        Path,
+        typer.Argument(help="Directory of a finished run of attribute or clean, or of a saved attribution."),
+    ],
     output: Annotated[
-        Path | None, typer.Option(help="Where to write the page; RUN/report.html by default.")
+        Path | None,
+        typer.Option(help="Where to write the page; RUN/report.html by default, or RUN/clean.html."),
     ] = None,
 ) -> None:
     """Write the page of a finished run: one self-contained HTML file."""
-    out().print(str(load(run).to_html(output or run / "report.html")), markup=False, soft_wrap=True)
+    if is_cleaning(run):
+        page = load_cleaning(run).to_html(output or run / "clean.html")
+    else:
+        page = load(run).to_html(output or run / "report.html")
+    out().print(str(page), markup=False, soft_wrap=True)
 
 
 app.command("clean", epilog="Example: [bold]whence clean my-model/ --train train.jsonl --run runs/clean[/]")(

@@ -3,7 +3,7 @@
 from whence.preconditioners.base import Preconditioner
 from whence.preconditioners.deflation import deflation
 from whence.preconditioners.low_rank import LowRank
-from whence.preconditioners.nystrom import nystrom
+from whence.preconditioners.nystrom import nystrom, settled_eigenvalues
 from whence.preconditioners.operator import Preconditioned
 from whence.preconditioners.quality import Quality, measure_quality
 
@@ -15,4 +15,5 @@ __all__ = [
     "deflation",
     "measure_quality",
     "nystrom",
+    "settled_eigenvalues",
 ]

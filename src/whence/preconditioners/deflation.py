@@ -64,7 +64,8 @@ def deflation(
         rank: k: copies of the model kept, at most.
         products: Lanczos' products. Three times the rank is a start; a spectrum that falls slowly needs more.
         generator: draws the start, and the subset.
-        terms: how many terms of the data to work on; None: all of them.
+        terms: how many terms of the data to work on, of different examples (unless they are drawn by importance); None:
+            all of them.
         tolerance: largest ``r/√(θλ)`` of a Ritz pair that counts as converged; infinity keeps them all, and
             `measure_quality` will notice.
     """
@@ -77,7 +78,7 @@ def deflation(
         raise OptionError(
             f"tolerance is {tolerance}; give a positive number, infinity to keep every Ritz pair"
         )
-    used, exact_for_terms = drawn_terms(operator, terms, generator)
+    used, exact_for_terms, share = drawn_terms(operator, terms, generator)
     krylov = krylov_space(used, operator.zeros().randn_like(generator), max_products=products)
     values, rotation = _ritz(krylov)
     residuals = krylov.off_diagonal[0, -1] * rotation[-1]  # with their signs along q
@@ -118,6 +119,7 @@ def deflation(
         exact_for_terms=exact_for_terms,
         num_products=spent,
         num_term_products=spent * used.num_terms,
+        share=share,
     )
 
 

@@ -71,8 +71,15 @@ class Preconditioned(LinearOperator):
     def sample(self, batch_size: int, generator: torch.Generator) -> Preconditioned:
         return Preconditioned(self.operator.sample(batch_size, generator), self.preconditioner)
 
-    def subset(self, batch_size: int, generator: torch.Generator) -> Preconditioned:
-        return Preconditioned(self.operator.subset(batch_size, generator), self.preconditioner)
+    def subset(
+        self, batch_size: int, generator: torch.Generator, *, distinct: bool = False
+    ) -> Preconditioned:
+        drawn = self.operator.subset(batch_size, generator, distinct=distinct)
+        return Preconditioned(drawn, self.preconditioner)
+
+    @property
+    def share_of_whole(self) -> float:
+        return self.operator.share_of_whole
 
     @property
     def has_factors(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from whence.report.formatting import MINUS, SUPERSCRIPTS
 
-__all__ = ["Linear", "Log", "Scale", "SymLog", "tick_label"]
+__all__ = ["Linear", "Log", "Scale", "Steps", "SymLog", "tick_label"]
 
 
 class Scale(ABC):
@@ -64,6 +64,19 @@ class Linear(Scale):
             if last - first >= 2 or step == unit / 2:
                 yield from (k * step + 0.0 for k in sorted(range(first, last + 1), key=abs))
                 return
+
+
+class Steps(Linear):
+    """Whole numbers from the first, which is always printed.
+
+    Example:
+        >>> Steps(1.0, 2.0).ticks(0.1), Steps(1.0, 20.0).ticks(0.1)
+        ([1.0, 2.0], [1.0, 5.0, 10.0, 15.0, 20.0])
+    """
+
+    def candidates(self) -> Iterable[float]:
+        yield self.low
+        yield from (value for value in super().candidates() if value == round(value))
 
 
 class Log(Scale):

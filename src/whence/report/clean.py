@@ -9,15 +9,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 from markupsafe import Markup
 
 from whence.exhibit import Exhibit
 from whence.report import figures
 from whence.report.axes import Linear
-from whence.report.content import Entry, Floats, Question
+from whence.report.content import Entry, Floats
+from whence.report.document import document
 from whence.report.formatting import brief, count, interval, percentage, plus_minus, signed
-from whence.report.page import _environment, _policy, _source
 from whence.report.untrusted import Picture, href, picture
 from whence.report.words import Fact
 
@@ -188,28 +187,19 @@ class ListView:
 
 def render(report: CleanReport) -> str:
     """The page as one self-contained HTML document."""
-    style = Markup(_source("style.css") + _source("figures.css") + _source("narrow_and_print.css"))
-    theme, script = Markup(_source("theme.js")), Markup(_source("lists.js") + _source("reading.js"))
     lists = [_list("suspects", report.suspects, report)]
     if report.queries:
         lists.append(_list("harmful", report.harmful, report))
-    return (
-        _environment()
-        .get_template("clean.html.j2")
-        .render(
-            report=report,
-            lists=lists,
-            labelled=any(suspect.label is not None for suspect in report.suspects),
-            measure=MEASURES[report.by],
-            overlaps=[(MEASURES[name], shared) for name, shared in report.overlaps.items()],
-            facts=list(_facts(report.grounds)),
-            limits=_limits(report.grounds),
-            reproduce={"settings": dict(report.settings), "versions": dict(report.versions)},
-            style=style,
-            theme=theme,
-            script=script,
-            policy=_policy(style, theme, script),
-        )
+    return document(
+        "clean.html.j2",
+        report=report,
+        lists=lists,
+        labelled=any(suspect.label is not None for suspect in report.suspects),
+        measure=MEASURES[report.by],
+        overlaps=[(MEASURES[name], shared) for name, shared in report.overlaps.items()],
+        facts=list(_facts(report.grounds)),
+        limits=_limits(report.grounds),
+        reproduce={"settings": dict(report.settings), "versions": dict(report.versions)},
     )
 
 
@@ -225,7 +215,11 @@ def _list(name: str, suspects: Iterable[Suspect], report: CleanReport) -> ListVi
         measure="influence on the queries" if name == "harmful" else "self-influence",
         entries=views,
         axis=figures.whisker_axis(scale),
-        histogram=None if name == "harmful" else _histogram(report.values, entries),
+        histogram=None
+        if name == "harmful"
+        else figures.histogram(
+            report.values, helpful=entries, names=("self-influence", "values of self-influence")
+        ),
     )
 
 
@@ -271,26 +265,6 @@ def _view(suspect: Suspect, entry: Entry, exhibit: Exhibit, scale: Linear, name:
         picture=picture(exhibit.image),
         link=href(exhibit.link),
     )
-
-
-def _histogram(values: Floats, entries: list[Entry]) -> Markup | None:
-    """All values, the listed ones marked, drawn as the scores of one question are."""
-    everything = Question(
-        number=0,
-        exhibit=Exhibit(),
-        loss=math.nan,
-        helpful=tuple(entries),
-        harmful=(),
-        by_baseline=(),
-        indices=np.arange(values.size),
-        scores=values,
-        stderr=np.zeros_like(values),
-        residual=math.nan,
-        residual_stderr=math.nan,
-        converged=True,
-        agreement=math.nan,
-    )
-    return figures.score_histogram(everything, math.nan)
 
 
 def _facts(grounds: Grounds) -> Iterator[Fact]:

@@ -66,6 +66,8 @@ class Question:
         agreement: mean correlation between the chains' scores, pair by pair; NaN where there is one.
         paths: ``[chains, steps]``: gᵀu along every chain, what the solver's path looked like.
         proven: what a certificate bounds the scores' error by, relative to the scores, in root mean square; or None.
+        parts: what the chains' start has left behind, at most, and what sampling has added, relative to the scores; or
+            None.
     """
 
     number: int
@@ -83,6 +85,7 @@ class Question:
     agreement: float
     paths: Floats | None = None
     proven: float | None = None
+    parts: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Trust:
         events: what the solver had to change on the way, in words; empty if nothing.
         term: what a term is: "example" or "token".
         num_products, num_term_products: what was spent.
-        solver: ``"lissa"`` or ``"cg"``.
+        solver: ``"lissa"``, ``"cg"`` or ``"refinement"``.
         choice: why that one, in words; empty where it was asked for.
     """
 

@@ -12,16 +12,16 @@ from collections.abc import Iterable
 import numpy as np
 from markupsafe import Markup, escape
 
-from whence.report.axes import Linear, Log, Scale, SymLog, tick_label
+from whence.report.axes import Linear, Log, Scale, Steps, SymLog, tick_label
 from whence.report.checks import Comparison, Verdict
-from whence.report.content import Entry, Floats, Question
+from whence.report.content import Entry, Floats
 from whence.report.formatting import brief, count
 
 __all__ = [
     "agreement",
     "chain_paths",
     "eigenvalues",
-    "score_histogram",
+    "histogram",
     "verdict_mark",
     "whisker",
     "whisker_axis",
@@ -76,19 +76,30 @@ def whisker_axis(scale: Linear) -> Markup:
     return _svg("".join(parts), height=22, look="whisker whisker-axis")
 
 
-# --- all scores of a question ----------------------------------------------------------------------------------
+# --- all scores ------------------------------------------------------------------------------------------------
 
 
-def score_histogram(question: Question, noise: float) -> Markup | None:
+def histogram(
+    values: Floats,
+    noise: float = math.nan,
+    *,
+    helpful: Iterable[Entry] = (),
+    harmful: Iterable[Entry] = (),
+    names: tuple[str, str] = ("score", "scores"),
+) -> Markup | None:
     """How many examples have which score; the examples shown above are marked under the axis.
 
     Args:
-        question: whose scores.
+        values: the scores of all examples.
         noise: the typical half-width of an interval: scores below it cannot be told from zero.
+        helpful: the examples to mark in the colour of positive scores.
+        harmful: those to mark in the colour of negative ones.
+        names: what a score is called, and several of them.
     """
-    scores = question.scores[np.isfinite(question.scores)]
+    scores = values[np.isfinite(values)]
     if scores.size == 0:
         return None
+    name, plural = names
     size = float(np.abs(scores).max()) or 1.0
     threshold = noise if math.isfinite(noise) and 0 < noise < size else _typical(scores, size)
     scale = SymLog(min(float(scores.min()), -threshold), max(float(scores.max()), threshold), threshold)
@@ -108,19 +119,21 @@ def score_histogram(question: Question, noise: float) -> Markup | None:
         within = threshold == noise and max(abs(low), abs(high)) <= threshold * 1.001
         side = "unclear" if within else "pos" if low >= 0 else "neg"
         height = HEIGHT * tallest(math.log1p(number))
-        tip = f"{count(number)} with scores from {brief(low, 2)} to {brief(high, 2)}"
+        tip = f"{count(number)} with {plural} from {brief(low, 2)} to {brief(high, 2)}"
         width = max(0.2, 100 * (scale(high) - scale(low)) - 0.15)
         parts.append(
             f'<rect class="{side}" x="{_at(scale(low))}" width="{width:.2f}%" y="{HEIGHT - height:.1f}" '
             f'height="{height:.1f}"><title>{tip}</title></rect>'
         )
     parts.append(_above("examples, by powers of ten"))
-    parts.append(_bottom_axis(scale, 0.13, "score, even near zero, then by powers of ten", drop=12))
-    for side, entries in (("pos", question.helpful), ("neg", question.harmful)):
+    parts.append(_bottom_axis(scale, 0.13, f"{name}, even near zero, then by powers of ten", drop=12))
+    for side, entries in (("pos", helpful), ("neg", harmful)):
         for entry in entries:
             if math.isfinite(entry.score):
                 parts.append(_line(scale(entry.score), HEIGHT + 3, HEIGHT + 12, f"{side} rug"))
-    label = f"Histogram of {count(scores.size)} scores, from {brief(scale.low, 3)} to {brief(scale.high, 3)}"
+    label = (
+        f"Histogram of {count(scores.size)} {plural}, from {brief(scale.low, 3)} to {brief(scale.high, 3)}"
+    )
     return _svg("".join(parts), height=HEIGHT, look="plot", label=label)
 
 
@@ -142,40 +155,46 @@ def _edges(scale: SymLog) -> Floats:
 # --- the solver's path -----------------------------------------------------------------------------------------
 
 
-def chain_paths(paths: Floats | None, tail: float) -> Markup | None:
+def chain_paths(paths: Floats | None, tail: float, *, unit: str = "step") -> Markup | None:
     """``gᵀu`` along every chain; the averaged tail is shaded, its average marked at the right.
 
     Args:
-        paths: ``[chains, steps]``.
+        paths: ``[chains, steps]``, the first point after the first step.
         tail: the part of the path that is averaged; 0 if only the last point counts.
+        unit: what a step is called.
     """
     if paths is None or paths.ndim != 2 or paths.shape[1] < 2 or not np.isfinite(paths).any():
         return None
     chains, steps = paths.shape
-    shown = paths[:, np.unique(np.linspace(0, steps - 1, min(steps, POINTS)).round().astype(int))]
-    scale = _path_scale(shown)
-    parts = [_region(1 - tail, 1.0, "tail")] if tail > 0 else []
+    along = Steps(1.0, float(steps))
+    drawn = np.unique(np.linspace(1, steps, min(steps, POINTS)).round().astype(int))
+    places = [along(step) for step in drawn.tolist()]
+    scale = _path_scale(paths[:, drawn - 1])
+    averaged = _averaged(steps, tail)
+    parts = [_region(along(steps - averaged + 1), 1.0, "tail")] if tail > 0 else []
     parts.append(_left_axis(scale))
     for chain in range(chains):
         look = f"chain c{chain % PALETTE}"
         parts.append(f'<svg x="0" y="0" width="100%" height="{HEIGHT}" viewBox="0 0 1000 {HEIGHT}" ')
         parts.append('preserveAspectRatio="none">')
-        parts += [f'<polyline class="{look}" points="{points}"/>' for points in _runs(shown[chain], scale)]
+        runs = _runs(places, paths[chain, drawn - 1], scale)
+        parts += [f'<polyline class="{look}" points="{points}"/>' for points in runs]
         parts.append("</svg>")
-        mean = _tail_mean(paths[chain], tail)
+        mean = float(paths[chain, -averaged:].mean())
         if math.isfinite(mean):
             y = HEIGHT * (1 - scale(mean))
             parts.append(f'<svg x="100%" y="0" overflow="visible"><line class="{look} mean" x1="3" x2="13" ')
             parts.append(f'y1="{y:.1f}" y2="{y:.1f}"/></svg>')
     parts.append(_above("gᵀu"))
-    parts.append(_bottom_axis(Linear(0.0, float(steps)), 0.2, "step"))
+    parts.append(_bottom_axis(along, 0.12, unit))
     how = f"in {chains} chains of" if chains > 1 else "of"
-    label = f"The solver's path {how} {count(steps)} steps"
+    label = f"The solver's path {how} {count(steps)} {unit}s"
     return _svg("".join(parts), height=HEIGHT, look="plot", label=label)
 
 
-def _tail_mean(path: Floats, tail: float) -> float:
-    return float(path[-max(1, round(tail * path.size)) :].mean())
+def _averaged(steps: int, tail: float) -> int:
+    """How many of the last steps are averaged."""
+    return max(1, round(tail * steps))
 
 
 def _path_scale(paths: Floats) -> Scale:
@@ -187,12 +206,12 @@ def _path_scale(paths: Floats) -> Scale:
     return Linear(low - margin, high + margin)
 
 
-def _runs(path: Floats, scale: Scale) -> Iterable[str]:
+def _runs(places: Iterable[float], path: Floats, scale: Scale) -> Iterable[str]:
     """The path's points, cut where it is not finite."""
     points: list[str] = []
-    for position, value in enumerate(path.tolist()):
+    for place, value in zip(places, path.tolist(), strict=True):
         if math.isfinite(value):
-            points.append(f"{1000 * position / (path.size - 1):.1f},{HEIGHT * (1 - scale(value)):.1f}")
+            points.append(f"{1000 * place:.1f},{HEIGHT * (1 - scale(value)):.1f}")
         elif points:
             yield " ".join(points)
             points = []

@@ -1,27 +1,16 @@
-"""`render` and `write`: a `Report` as one HTML file that needs nothing but itself.
-
-Styles, scripts, figures and images are inside, and the page's own policy forbids everything else: no request to
-any host, no script but the ones in ``templates/``, allowed by their hashes, whatever the data contain.
-"""
+"""`render` and `write`: a `Report` as one self-contained HTML file."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import math
 import os
 import uuid
-from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
 from whence.errors import OptionError
-from whence.report import figures, formatting, words
+from whence.report import figures, words
 from whence.report.content import Report
-from whence.report.untrusted import script_json, visible
+from whence.report.document import document
 from whence.report.views import question_view, validation_view
 
 __all__ = ["render", "write"]
@@ -29,12 +18,10 @@ __all__ = ["render", "write"]
 
 def render(report: Report) -> str:
     """The report as one self-contained HTML document."""
-    environment = _environment()
-    style = Markup(_source("style.css") + _source("figures.css") + _source("narrow_and_print.css"))
-    theme, script = Markup(_source("theme.js")), Markup(_source("lists.js") + _source("reading.js"))
     questions = [question_view(question, report) for question in report.questions]
     damping = report.trust.plan.get("damping", float("nan"))
-    return environment.get_template("page.html.j2").render(
+    return document(
+        "page.html.j2",
         report=report,
         questions=questions,
         unconverged=[view for view in questions if not view.question.converged],
@@ -46,10 +33,6 @@ def render(report: Report) -> str:
             "What it cost": list(words.spent_facts(report.trust)),
         },
         reproduce=_reproduce(report),
-        style=style,
-        theme=theme,
-        script=script,
-        policy=_policy(style, theme, script),
     )
 
 
@@ -83,45 +66,3 @@ def _reproduce(report: Report) -> dict[str, object]:
         "plan": {name: x if math.isfinite(x) else str(x) for name, x in plan},  # JSON has no NaN
         "versions": dict(report.versions),
     }
-
-
-def _policy(style: str, *scripts: str) -> str:
-    """A Content-Security-Policy under which only these very styles and scripts work."""
-    sources = " ".join(_hash(script) for script in scripts)
-    return (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {sources}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _hash(source: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode('utf-8')).digest()).decode('ascii')}'"
-
-
-def _source(name: str) -> str:
-    """A style sheet or a script, as it stands."""
-    environment = _environment()
-    assert environment.loader is not None
-    return environment.loader.get_source(environment, name)[0]
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("whence.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        # Whatever a template prints goes through here, so that no template can forget it.
-        finalize=lambda value: visible(value) if type(value) is str else value,
-    )
-    environment.filters.update(
-        brief=formatting.brief,
-        count=formatting.count,
-        duration=formatting.duration,
-        percentage=formatting.percentage,
-        pretty_json=lambda value: json.dumps(value, indent=2, ensure_ascii=False),
-        script_json=script_json,
-    )
-    return environment

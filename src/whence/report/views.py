@@ -157,9 +157,16 @@ def question_view(question: Question, report: Report) -> QuestionView:
         lists=lists,
         baseline=baseline,
         axis=figures.whisker_axis(scale),
-        histogram=figures.score_histogram(question, float(np.median(known)) if known.size else math.nan),
+        histogram=figures.histogram(
+            question.scores,
+            float(np.median(known)) if known.size else math.nan,
+            helpful=question.helpful,
+            harmful=question.harmful,
+        ),
         paths=figures.chain_paths(
-            question.paths, report.trust.plan.get("tail", DEFAULT_TAIL if question.proven is None else 0.0)
+            question.paths,
+            report.trust.plan.get("tail", DEFAULT_TAIL if question.proven is None else 0.0),
+            unit="step" if question.proven is None else "iteration",
         ),
         clear=(positive, negative, question.scores.size - positive - negative) if known.size else None,
         residual=words.residual(question),

@@ -87,7 +87,7 @@ def spectrum_facts(trust: Trust) -> Iterator[Fact]:
 
 def spent_facts(trust: Trust) -> Iterator[Fact]:
     """What the solve cost."""
-    what = "over all chains" if trust.solver == "lissa" else "with the vectors of all questions together"
+    what = "over all chains" if trust.solver != "cg" else "with the vectors of all questions together"
     yield Fact("Products", count(trust.num_products), f"Products of H with a vector, {what}.")
     yield Fact(
         f"{trust.term.capitalize()}s gone through",
@@ -128,7 +128,16 @@ def agreement(question: Question) -> str:
         if value >= 0.5
         else "The chains disagree"
     )
-    return f"{how}: their scores correlate {brief(value, 3)} on average (1 is perfect, 0 is none)."
+    said = f"{how}: their scores correlate {brief(value, 3)} on average (1 is perfect, 0 is none)."
+    return said if question.parts is None else f"{said} {_parts(*question.parts)}"
+
+
+def _parts(bias: float, sampling: float) -> str:
+    """Where the error comes from."""
+    return (
+        f"Sampling leaves the scores wrong by about {percentage(sampling, 2)} of their size, which the intervals show; "
+        f"where the chains began, by at most {percentage(bias, 2)} more, which they do not."
+    )
 
 
 def verdict(question: Question) -> str:

@@ -53,6 +53,11 @@ class Work:
     batch: int
     device: str = "cpu"
 
+    @property
+    def launching(self) -> float:
+        """Flops' worth of starting a forward pass."""
+        return _EXCHANGE.get(self.device, _EXCHANGE["cpu"])[0] * self.launches
+
     def directional(self, directions: int, *, exact: bool, vectorised: bool) -> float:
         """Flops' worth of directional derivatives, per example."""
         launch, move = _EXCHANGE.get(self.device, _EXCHANGE["cpu"])

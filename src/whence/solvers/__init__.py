@@ -4,6 +4,17 @@ from whence.solvers.base import Solution, Solver
 from whence.solvers.certificate import Certificate
 from whence.solvers.cg import ConjugateGradient
 from whence.solvers.cg_state import CGState
+from whence.solvers.error_parts import ErrorParts
 from whence.solvers.lissa import Lissa
+from whence.solvers.refinement import Refinement
 
-__all__ = ["CGState", "Certificate", "ConjugateGradient", "Lissa", "Solution", "Solver"]
+__all__ = [
+    "CGState",
+    "Certificate",
+    "ConjugateGradient",
+    "ErrorParts",
+    "Lissa",
+    "Refinement",
+    "Solution",
+    "Solver",
+]

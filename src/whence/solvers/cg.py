@@ -27,16 +27,14 @@ from whence.operators import Damped
 from whence.preconditioners import Preconditioner
 from whence.progress import ticker
 from whence.solvers.base import Solution, Solver, check_right_hand_side
-from whence.solvers.block_lanczos import BlockLanczos, as_block, column_dots, finite, rounding_of
-from whence.solvers.certificate import BlockTridiagonal, Certificate, cholesky
+from whence.solvers.block_lanczos import BlockLanczos, as_block, column_dots, finite
+from whence.solvers.certificate import Certificate, cholesky
+from whence.solvers.cg_bounds import ErrorBounds
 from whence.solvers.cg_state import CGState
 from whence.solvers.error_parts import ErrorParts
 from whence.vectors import ParamVector
 
 __all__ = ["CGState", "ConjugateGradient"]
-
-#: Eigenvalues are believed to so many roundings of the products.
-_MARGIN = 64.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +151,7 @@ class ConjugateGradient(Solver):
         state.trusted = self.preconditioner is None or self.subset is None
         state.products = int(start is not None)
         zero = torch.zeros_like(state.energy)
-        self._bound(A, g, state, decrease=zero, length=zero)
+        self._bounds(A).after_step(g, state, decrease=zero, length=zero)
         return state
 
     def advance(
@@ -201,87 +199,8 @@ class ConjugateGradient(Solver):
         state.left_out = state.left_out + torch.sum(step * (left_out @ step), dim=0).clamp_min(0.0).sqrt()
         state.iteration += 1
         state.path.append(column_dots(state.iterate, g).tolist())
-        self._bound(A, g, state, decrease=decrease, length=column_dots(S, S).sqrt() @ step.abs())
-
-    # --- bounds ------------------------------------------------------------------------------------------
-
-    def _smallest(self, A: Damped) -> float:
-        """μ, below all eigenvalues of P⁻¹A."""
-        return A.damping if self.preconditioner is None else self.preconditioner.smallest
-
-    def _node(self, A: Damped, g: ParamVector, state: CGState) -> float:
-        """μ, less what the rounding of products can do to an eigenvalue."""
-        smallest = self._smallest(A)
-        return smallest - min(_MARGIN * rounding_of(g) * state.lanczos.noise, 0.5 * smallest)
-
-    def _bound(self, A: Damped, g: ParamVector, state: CGState, *, decrease: Tensor, length: Tensor) -> None:
-        """What is proven about the iterate: the best of all bounds, an earlier one less the decrease since included.
-
-        Rounding changes the residual by ``‖A‖`` times the length of what was added to x, and by the length of what the
-        residual is made of; in both, columns may cancel.
-        """
-        x, V, T, zeta = state.iterate, state.lanczos.current, state.lanczos.T, state.zeta
-        weighted = zeta.square().sum(0)  # ‖r‖² in the norm of P⁻¹
-        square, along = weighted, torch.zeros_like(weighted)
-        parts = torch.zeros_like(weighted)
-        if V is not None:
-            along = torch.sum(zeta * V.gram(x, exact=True).cpu(), dim=0)
-            gram = V.gram(V, exact=True).cpu()
-            square = torch.sum(zeta * (gram @ zeta), dim=0)
-            parts = gram.diagonal().sqrt() @ zeta.abs()
-        state.residual = _relative(square, g)
-        state.score_rms = _score_rms(A, x, g, along)
-        length = state.lanczos.norm * torch.maximum(length, column_dots(x, x).sqrt()) + parts
-        state.rounding = torch.hypot(state.rounding, rounding_of(g) * length / math.sqrt(A.damping))
-        node, smallest = self._node(A, g, state), self._smallest(A)
-        if state.trusted and state.iteration and T.pivot(node) is None:
-            self._contradicted(A, state)
-            if state.failed:
-                return
-        candidates = [square / A.damping, state.energy * (1 + 8 * rounding_of(g)) - decrease]
-        if state.trusted:
-            candidates.append(weighted / smallest)
-            if V is not None and state.pivot is not None:
-                radau = T.energy(zeta, state.pivot, node)
-                candidates += [] if radau is None else [radau]
-        state.energy = torch.stack(candidates).amin(0).clamp_min(0.0)
-        state.slack = state.left_out / math.sqrt(smallest) + state.rounding
-        state.upper = state.energy.sqrt() + state.slack
-        state.lower = (self._from_largest(A, g, state, square).sqrt() - state.slack).clamp_min(0.0)
-
-    def _from_largest(self, A: Damped, g: ParamVector, state: CGState, square: Tensor) -> Tensor:
-        """A lower bound of ``‖e‖²_A`` that rests on `largest`."""
-        if self.largest is None or not state.capped:
-            return torch.zeros_like(square)
-        top = self.largest + A.damping
-        if self.preconditioner is not None or state.pivot is None or state.lanczos.current is None:
-            return square / top
-        node = top + _MARGIN * rounding_of(g) * state.lanczos.noise
-        energy = state.lanczos.T.energy(state.zeta, state.pivot, node, side=-1.0)
-        if energy is None:
-            state.capped = False
-            state.events.append(
-                f"Iteration {state.iteration} met an eigenvalue of H above largest = {self.largest:.4g}: the lower "
-                "bound that rests on it is given up."
-            )
-            return torch.zeros_like(square)
-        return energy
-
-    def _contradicted(self, A: Damped, state: CGState) -> None:
-        """T shows an eigenvalue below μ: bounds that rest on μ are void, the earlier ones, too."""
-        state.trusted = False
-        state.energy = torch.full_like(state.energy, math.inf)
-        if self.preconditioner is not None:
-            smallest = self.preconditioner.smallest
-            what = f"an eigenvalue of P⁻¹(H + λ) below the preconditioner's smallest = {smallest:.4g}"
-        elif state.lanczos.T.pivot(0.5 * A.damping) is not None:
-            what = f"less curvature than λ = {A.damping:.4g}: products are inexact, or H is not positive semi-definite"
-        else:
-            state.fail("An eigenvalue of H below -λ/2 was met", A.damping)
-            return
-        state.events.append(
-            f"Iteration {state.iteration} met {what}. The error is bounded by ‖r‖/√λ from here on."
-        )
+        length = column_dots(S, S).sqrt() @ step.abs()
+        self._bounds(A).after_step(g, state, decrease=decrease, length=length)
 
     # --- the end -----------------------------------------------------------------------------------------
 
@@ -336,44 +255,18 @@ class ConjugateGradient(Solver):
         )
 
     def _verify(self, A: Damped, g: ParamVector, state: CGState) -> None:
-        """Measure the residual r by a product, and bound the error by it and by the next pivot."""
-        x, lanczos, q = state.iterate, state.lanczos, state.iterate.columns or 0
-        Z = None if state.failed else lanczos.weighted
+        """Measure the residual by a product, and with it the curvature of the next block."""
+        x, q = state.iterate, state.iterate.columns or 0
+        Z = None if state.failed else state.lanczos.weighted
         probes = [*x.unstack(), *([] if Z is None else Z.unstack())]
         product = finite(A.matvec(ParamVector.stack(probes)))
         state.products += 1
         residual = _part(product, 0, q).scale_(-1.0).axpy_(1.0, g)
-        state.residual = _relative(column_dots(residual, residual), g)
-        state.score_rms = _score_rms(A, x, g, column_dots(residual, x))
-        lower = state.lower
-        if Z is not None:
-            alpha = Z.gram(_part(product, q, len(probes)), exact=True).cpu()
-            lanczos.T = BlockTridiagonal([*lanczos.T.diagonal, 0.5 * (alpha + alpha.T)], lanczos.T.below)
-            pivot = lanczos.T.pivot()
-            if pivot is None:
-                state.fail("A direction without positive curvature was met", A.damping)
-            else:
-                gauss = torch.sum(state.zeta * torch.cholesky_solve(state.zeta, pivot), dim=0)
-                lower = torch.maximum(lower, gauss.sqrt())
-                if state.trusted and lanczos.T.pivot(self._node(A, g, state)) is None:
-                    self._contradicted(A, state)
-        if state.failed:
-            return
-        unseen = residual.clone()  # by the recurrence
-        if lanczos.current is not None:
-            unseen.axpy_(-1.0, lanczos.current.mix(state.zeta))
-        drift = self._energy_norm(A, unseen, state)
-        upper = torch.minimum(state.energy.sqrt() + drift, self._energy_norm(A, residual, state))
-        state.upper = upper + state.rounding
-        state.lower = torch.minimum((lower - drift - state.rounding).clamp_min(0.0), state.upper)
+        curvature = None if Z is None else Z.gram(_part(product, q, len(probes)), exact=True).cpu()
+        self._bounds(A).after_measurement(g, state, residual, curvature)
 
-    def _energy_norm(self, A: Damped, vector: ParamVector, state: CGState) -> Tensor:
-        """An upper bound of ``‖A⁻¹v‖_A``: ``‖v‖/√λ``, or ``‖v‖_{P⁻¹}/√μ`` where μ is known."""
-        plain = column_dots(vector, vector).sqrt() / math.sqrt(A.damping)
-        if self.preconditioner is None or not state.trusted:
-            return plain
-        weighted = column_dots(vector, self.preconditioner.solve(vector)).clamp_min(0.0).sqrt()
-        return torch.minimum(plain, weighted / math.sqrt(self.preconditioner.smallest))
+    def _bounds(self, A: Damped) -> ErrorBounds:
+        return ErrorBounds(A.damping, self.preconditioner, self.largest)
 
     # --- checks ------------------------------------------------------------------------------------------
 
@@ -411,14 +304,3 @@ class ConjugateGradient(Solver):
 
 def _part(block: ParamVector, start: int, stop: int) -> ParamVector:
     return ParamVector({name: tensor[start:stop] for name, tensor in block.items()}, columns=stop - start)
-
-
-def _relative(square: Tensor, g: ParamVector) -> Tensor:
-    norm = column_dots(g, g).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-    return square.clamp_min(0.0).sqrt() / norm
-
-
-def _score_rms(A: Damped, x: ParamVector, g: ParamVector, along: Tensor) -> Tensor:
-    """``‖x‖_H`` from ``xᵀHx = gᵀx - rᵀx - λ‖x‖²``, and not below the rounding of these."""
-    whole, damped = column_dots(x, g) - along, A.damping * column_dots(x, x)
-    return torch.maximum(whole - damped, rounding_of(x) * (whole.abs() + damped)).sqrt()

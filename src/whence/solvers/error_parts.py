@@ -18,7 +18,8 @@ Without a preconditioner P = λ: ``P⁻¹A = 1 + H/λ``, ηλ stands for η, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,27 @@ class ErrorParts:
     bias: Tensor
     sampling: Tensor
     certificate: Tensor
+
+    def to_json(self) -> dict[str, list[float | None]]:
+        """Numbers by name; what is not known is null."""
+        return {
+            name: [x if math.isfinite(x) else None for x in getattr(self, name).reshape(-1).tolist()]
+            for name in ("bias", "sampling", "certificate")
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Sequence[float | None]]) -> ErrorParts:
+        """Inverse of `to_json`."""
+        numbers = {name: [math.nan if x is None else x for x in row] for name, row in value.items()}
+        return cls(**{name: torch.tensor(row, dtype=torch.float64) for name, row in numbers.items()})
+
+    def with_more(self, rounds: int, new: ErrorParts) -> ErrorParts:
+        """Of the mean over so many rounds of independent chains before, and as many new ones as in each of them."""
+        return ErrorParts(
+            bias=torch.maximum(self.bias, new.bias),
+            sampling=torch.hypot(rounds * self.sampling, new.sampling) / (rounds + 1),
+            certificate=torch.maximum(self.certificate, new.certificate),
+        )
 
 
 def left_of_start(plan: Plan, averaged: range) -> float:

@@ -11,6 +11,10 @@ What remains is a spectrum of a few hundred values, read off a quadrature:
   iterations cannot tell them apart.
 * In the space of one value of multiplicity m, a block of b normal columns matters only through its Gram matrix,
   which is Wishart's with m degrees of freedom. Bartlett's triangle draws it with b rows, whatever m.
+
+**With a preconditioner** P, iterates are ``P^(-1/2)`` times those of plain conjugate gradients on ``P^(-1/2)AP^(-1/2)``
+with the right-hand sides ``P^(-1/2)g``, and ``‖e‖_A`` is the same for both. The ideal P of rank r, which is ``θh + λ``
+along the r largest eigenvalues and λ along the others, is diagonal where H is.
 """
 
 from __future__ import annotations
@@ -27,7 +31,13 @@ from torch import Tensor
 
 from whence.errors import OptionError
 
-__all__ = ["Iterations", "block_cg_iterations", "check_forecast", "representative_spectrum"]
+__all__ = [
+    "Iterations",
+    "block_cg_iterations",
+    "check_forecast",
+    "ideal_preconditioner",
+    "representative_spectrum",
+]
 
 Array = NDArray[np.float64]
 
@@ -88,6 +98,29 @@ def representative_spectrum(
     return mean[kept], joined[kept]
 
 
+def ideal_preconditioner(
+    values: Array, counts: NDArray[np.int64], damping: float, rank: int, scale: float = 1.0
+) -> tuple[Array, NDArray[np.int64], Array]:
+    """The ideal P of this rank on eigenvalues with multiplicities.
+
+    Args:
+        values: eigenvalues of H, falling.
+        counts: their multiplicities.
+        damping: λ.
+        rank: r: P is ``θh + λ`` along so many of the largest, and λ along the others.
+        scale: θ.
+
+    Returns:
+        The eigenvalues and multiplicities again, one of them in two parts where the rank ends within it; and P along
+        each.
+    """
+    known = np.clip(rank - (np.cumsum(counts) - counts), 0, counts)
+    parts = np.stack([known, counts - known], axis=1)
+    P = np.stack([scale * values + damping, np.full_like(values, damping)], axis=1)
+    there = parts > 0
+    return np.repeat(values, there.sum(1)), parts[there], P[there]
+
+
 def block_cg_iterations(
     values: Array,
     counts: NDArray[np.int64],
@@ -98,6 +131,8 @@ def block_cg_iterations(
     draws: int,
     max_iterations: int,
     generator: torch.Generator,
+    deflated: int = 0,
+    scale: float = 1.0,
 ) -> Iterations:
     """Run block conjugate gradients on eigenvalues with multiplicities, from zero, until ``‖e‖_A ≤ ε‖u‖_H``.
 
@@ -112,12 +147,16 @@ def block_cg_iterations(
         draws: of right-hand sides.
         max_iterations: a draw that takes more is given up.
         generator: draws them.
+        deflated: rank of the ideal preconditioner.
+        scale: its θ.
     """
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     random = np.random.default_rng(seed)
     block = min(columns, MOST_COLUMNS)
+    values, counts, P = ideal_preconditioner(values, counts, damping, deflated, scale)
+    P = np.repeat(P, np.minimum(counts, block))
     taken = [
-        _iterations(*_right_hand_sides(values, counts, block, random), damping, tolerance, max_iterations)
+        _iterations(*_right_hand_sides(values, counts, block, random), damping, P, tolerance, max_iterations)
         for _ in range(draws)
     ]
     found = np.array([max_iterations if number is None else number for number in taken])
@@ -154,11 +193,14 @@ def _right_hand_sides(
     return value, np.sqrt(value)[:, None] * normal
 
 
-def _iterations(value: Array, g: Array, damping: float, tolerance: float, most: int) -> int | None:
-    """Iterations of block conjugate gradients, with residuals kept orthonormal so that no column is lost."""
-    A = (value + damping)[:, None]
+def _iterations(value: Array, g: Array, damping: float, P: Array, tolerance: float, most: int) -> int | None:
+    """Iterations of block conjugate gradients, with residuals kept orthonormal so that no column is lost.
+
+    From here on A, g and u are ``P^(-1/2)AP^(-1/2)``, ``P^(-1/2)g`` and ``P^(1/2)u``.
+    """
+    A, g = ((value + damping) / P)[:, None], g / np.sqrt(P)[:, None]
     exact = g / A
-    scale = np.sum(value[:, None] * exact**2, axis=0)
+    scale = np.sum((value / P)[:, None] * exact**2, axis=0)  # ‖u*‖²_H
     u = np.zeros_like(g)
     residual, factor = np.linalg.qr(g)  # g - Au is residual @ factor throughout
     direction = residual
@@ -174,8 +216,16 @@ def _iterations(value: Array, g: Array, damping: float, tolerance: float, most: 
     return None
 
 
-def check_forecast(columns: int, tolerance: float, draws: int, max_iterations: int) -> None:
+def check_forecast(
+    columns: int, tolerance: float, draws: int, max_iterations: int, deflated: int = 0, scale: float = 1.0
+) -> None:
     """Refuse what cannot be simulated."""
+    if deflated < 0:
+        raise OptionError(f"deflated is {deflated}; it is a number of eigenvalues, 0 for no preconditioner")
+    if not 0 < scale <= 1:
+        raise OptionError(
+            f"scale is {scale}; it is what a preconditioner's eigenvalues are multiplied by, in (0, 1]"
+        )
     if columns < 1 or draws < 1 or max_iterations < 1:
         raise OptionError(
             f"columns, draws and max_iterations must be at least 1, got {columns}, {draws} and {max_iterations}"

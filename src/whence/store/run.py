@@ -34,7 +34,7 @@ from whence.store.files import TEMPORARY, read_json, read_object, read_tensors, 
 __all__ = ["FORMAT", "Run", "environment", "read_config"]
 
 #: Raised when files change their meaning; directories of another format are refused.
-FORMAT = 2
+FORMAT = 3
 _PACKAGES = ("whence", "torch", "numpy", "transformers", "safetensors", "pyarrow")
 
 
