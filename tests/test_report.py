@@ -231,3 +231,12 @@ def test_comparisons_of_any_number_are_drawn(queries: int) -> None:
     page = render(pages.image_report(validation=found))
     marks = page.count('<g class="pair')
     assert (marks == 8 * queries) if queries < 50 else 100 < marks <= 400
+
+
+def test_where_the_model_is_wrong_the_label_is_what_examples_help_or_hurt() -> None:
+    wrong, right = pages.image_report().questions
+    for question, of_what in ((wrong, "the label"), (right, "this")):
+        page = render(dataclasses.replace(pages.image_report(), questions=(question,)))
+        assert f"would be less sure of {of_what}." in page
+        assert f"would be surer of {of_what}." in page
+        assert ("those behind the mistake" in page) == (question is wrong)

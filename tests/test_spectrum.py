@@ -197,12 +197,17 @@ def _block_correction(A: Dense, d: int) -> float:
     return sum(float(v[b].square().sum() * H[b, b].trace()) for b in blocks) / d
 
 
-@pytest.mark.parametrize(("variant", "dimension"), [("dense", 3200), ("concatenated", 1100)])
-def test_sketch_is_within_five_percent_at_the_stated_dimension(variant: str, dimension: int) -> None:
+@pytest.mark.parametrize(("variant", "dimension"), [("dense", 300), ("concatenated", 100)])
+def test_the_error_of_a_sketch_is_the_stated_one(variant: str, dimension: int) -> None:
+    """Over seeds, the error in units of the standard error has mean square 1; so 5% at two errors takes d = 3,200."""
     A = prescribed(decaying(120), {"a": (40,), "b": (40,), "c": (40,)})
-    result = sketch(A, dimension=dimension, seed=7, variant=variant, at_once=400)
-    assert abs(result.lambda_max.value - 1.0) <= 0.05
-    assert result.lambda_max.stderr <= 0.03
+    found = [sketch(A, dimension=dimension, seed=seed, variant=variant, at_once=300) for seed in range(24)]
+    errors = [(result.lambda_max.value - 1.0) / result.lambda_max.stderr for result in found]
+    assert 0.4 <= sum(error**2 for error in errors) / len(errors) <= 2.0  # χ² of 24, three standard errors
+    stated = math.sqrt(2 / dimension)  # three tensors that share the top eigenvector evenly: less by √3
+    stated *= 1.0 if variant == "dense" else math.sqrt(1 / 3)
+    for result in found:
+        assert result.lambda_max.stderr == pytest.approx(stated, rel=0.3)
 
 
 def test_sketch_depends_on_its_seed_alone() -> None:

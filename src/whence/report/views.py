@@ -127,6 +127,12 @@ class QuestionView:
         return any(view.entry.baseline is not None for view in entries)
 
     @property
+    def mistaken(self) -> bool:
+        """Whether the model said something else than the label: then the label is what is explained."""
+        label, said = self.question.exhibit.label, self.question.exhibit.prediction
+        return label is not None and said is not None and said != label and not said.startswith(f"{label} (")
+
+    @property
     def has_tokens(self) -> bool:
         """Whether any text is shaded."""
         lists = (*self.lists, self.baseline)
