@@ -33,11 +33,10 @@ def gram(blocks: Iterable[Tensor]) -> Tensor:
 
 
 def jacobian(gnh: GaussNewton, example: object) -> tuple[Tensor, Tensor, object]:
-    """``∂h/∂θ`` of one example by one backward per output, its outputs, and its batch."""
+    """``∂h/∂θ`` of one example by backward passes, its outputs, and its batch."""
     task, model = gnh.task, gnh.network.model
     batch = task.collate([example])
-    names = list(gnh.network.parameters)
-    leaves = {name: gnh.network.parameters[name].detach().clone().requires_grad_() for name in names}
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in gnh.network.parameters.items()}
 
     class Wrapped(torch.nn.Module):
         def __init__(self) -> None:
@@ -50,18 +49,15 @@ def jacobian(gnh: GaussNewton, example: object) -> tuple[Tensor, Tensor, object]
     wrapped = Wrapped()
     wrapped.training = False
     outputs = functional_call(wrapped, {f"inner.{n}": t for n, t in leaves.items()}, ())
-    rows = []
-    for value in outputs.reshape(-1):
-        grads = torch.autograd.grad(value, list(leaves.values()), retain_graph=True, allow_unused=True)
-        rows.append(
-            torch.cat(
-                [
-                    torch.zeros(leaf.numel(), dtype=leaf.dtype) if g is None else g.reshape(-1)
-                    for g, leaf in zip(grads, leaves.values(), strict=True)
-                ]
-            )
-        )
-    return torch.stack(rows), outputs.detach(), batch
+    flat = outputs.reshape(-1)
+    grads = torch.autograd.grad(
+        flat, list(leaves.values()), torch.eye(len(flat), dtype=flat.dtype), is_grads_batched=True, allow_unused=True
+    )  # fmt: skip
+    rows = [
+        torch.zeros(len(flat), leaf.numel(), dtype=leaf.dtype) if g is None else g.flatten(1)
+        for g, leaf in zip(grads, leaves.values(), strict=True)
+    ]
+    return torch.cat(rows, dim=1), outputs.detach(), batch
 
 
 def softmax_hessian(logits: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ the phases it was killed in.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -19,7 +20,6 @@ from typing import Any
 
 import pyarrow.parquet  # noqa: F401 (here, or every process would import it for itself)
 import torch
-import torch._decomp.decompositions_for_jvp
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -157,6 +157,8 @@ def kill_and_compare(root: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    # here, or every process would import it for itself; not above, where doctest's collection would meet its warnings
+    importlib.import_module("torch._decomp.decompositions_for_jvp")
     root, kinds = Path(sys.argv[1]), sys.argv[2:]
     print(json.dumps({kind: kill_and_compare(root / kind, kind) for kind in kinds}))
 
