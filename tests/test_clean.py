@@ -380,6 +380,7 @@ def test_the_figure_says_what_it_counts() -> None:
     assert ">self-influence, even near zero, then by powers of ten<" in figure
     counts = re.findall(r"<title>(\d+) with values of self-influence from", figure)
     assert sum(map(int, counts)) == EXAMPLES
+    assert re.search(r'<text x="0\.00%"[^>]*>0<', figure)  # none is negative: the axis begins at zero
     assert "score" not in re.sub(r"<figure[^>]*>", "", figure)
 
 

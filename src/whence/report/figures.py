@@ -102,7 +102,10 @@ def histogram(
     name, plural = names
     size = float(np.abs(scores).max()) or 1.0
     threshold = noise if math.isfinite(noise) and 0 < noise < size else _typical(scores, size)
-    scale = SymLog(min(float(scores.min()), -threshold), max(float(scores.max()), threshold), threshold)
+    low = min(float(scores.min()), -threshold)
+    if scores.min() >= 0 and threshold != noise:  # what cannot be negative begins at zero
+        low = 0.0
+    scale = SymLog(low, max(float(scores.max()), threshold), threshold)
     edges = _edges(scale)
     counts, _ = np.histogram(scores, bins=edges)
     tallest = Linear(0.0, math.log1p(max(1, int(counts.max()))))
@@ -145,7 +148,7 @@ def _typical(scores: Floats, size: float) -> float:
 def _edges(scale: SymLog) -> Floats:
     """Edges of bars, even on the axis, with zero among them so that no bar mixes the two signs."""
     low, high = scale.bend(scale.low), scale.bend(scale.high)
-    below = min(BARS - 2, max(2, round(BARS * -low / (high - low))))
+    below = min(BARS - 2, max(2, round(BARS * -low / (high - low)))) if low < 0 else 0
     places = [*np.linspace(low, 0.0, below + 1)[:-1], *np.linspace(0.0, high, BARS - below + 1)]
     edges = np.array([scale.unbend(float(place)) for place in places])
     edges[0], edges[-1] = scale.low, scale.high  # exactly, or rounding would drop the extremes
