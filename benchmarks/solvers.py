@@ -35,7 +35,7 @@ from whence import (
 )
 from whence.attribution.forecast import count_passes
 from whence.preconditioners import nystrom
-from whence.reproduce.finding import COLOURS, figure
+from whence.reproduce.drawing import COLOURS, figure
 from whence.scoring import Scorer
 from whence.solvers.choice import choose, make_solver
 

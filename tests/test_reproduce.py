@@ -19,10 +19,10 @@ from whence.errors import OptionError
 from whence.reproduce import NAMES, figure1, figure2, figure3, figure4, reproduce, spectra, subjects
 from whence.reproduce.figure1 import case_of
 from whence.reproduce.figure3 import paraphrase_test
-from whence.reproduce.finding import read
 from whence.reproduce.sentences import PAIRS
 from whence.reproduce.table1 import PRINTED, rounded
 from whence.reproduce.table2 import FROBENIUS
+from whence.reproduce.writing import read
 
 # --- arithmetic on what the paper prints -----------------------------------------------------------------
 

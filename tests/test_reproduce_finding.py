@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from whence.errors import OptionError, RunDirectoryError, StorageError
-from whence.reproduce.finding import COLOURS, Finding, figure, provenance, read, summary, write
+from whence.reproduce.drawing import COLOURS, figure
+from whence.reproduce.finding import Finding
+from whence.reproduce.provenance import provenance
+from whence.reproduce.writing import read, read_provenance, summary, write
 
 
 def finding(**changes: Any) -> Finding:
@@ -97,17 +100,17 @@ def test_a_checkout_of_somebody_else_is_not_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A package installed inside another project's repository has no commit."""
-    from whence.reproduce import finding as module
+    from whence.reproduce import provenance as module
 
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
     commit = ["commit", "--quiet", "--allow-empty", "-m", "theirs"]
     subprocess.run(["git", "-C", str(tmp_path), *identity, *commit], check=True)
-    installed = tmp_path / "finding.py"
+    installed = tmp_path / "provenance.py"
     installed.write_text("")
     monkeypatch.setattr(module, "__file__", str(installed))
     assert provenance(0.0)["commit"] is None
-    subprocess.run(["git", "-C", str(tmp_path), "add", "finding.py"], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), "add", "provenance.py"], check=True)
     assert re.fullmatch(r"[0-9a-f]{12}-dirty", provenance(0.0)["commit"])
 
 
@@ -173,6 +176,21 @@ def test_the_page_has_all_verdicts_first_and_every_figure() -> None:
         assert f'<a id="{one.name}"></a>' in page
         assert page.index(f"](#{one.name})") < page.index(f'<a id="{one.name}">')
     assert page.count("The factor 1/δ is lost.") == 3
+
+
+def test_the_page_says_where_numbers_come_from(tmp_path: Path) -> None:
+    """Once for what findings have in common, by name where they differ."""
+    write(finding(), drawing(), tmp_path)
+    write(finding(name="averages"), drawing(), tmp_path)
+    found = read_provenance(tmp_path)
+    page = summary(read(tmp_path), found)
+    assert page.count("Commit ") == 1
+    assert f"torch {found['floor']['torch']}" in page
+    assert "All took 3.0 s" in page
+    write(finding(name="averages"), drawing(), tmp_path, begun_at="an-older-one")
+    page = summary(read(tmp_path), read_provenance(tmp_path))
+    assert "averages: Commit" in page
+    assert "partial results kept since an-older-one;" in page
 
 
 def test_text_cannot_break_the_page() -> None:

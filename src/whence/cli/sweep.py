@@ -70,7 +70,7 @@ def check_figure(path: Path | None, wanted: bool) -> None:
 
 def draw(sweep: DampingForecast, path: Path) -> None:
     """Effective dimension, cost and agreement of scores over κ, three panels in one file."""
-    from whence.reproduce.finding import figure
+    from whence.reproduce.drawing import figure
 
     outlooks = sweep.outlooks
     kappa = [outlook.plan.condition_number for outlook in outlooks]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from whence.progress import ticker
-from whence.reproduce.finding import COLOURS, Finding, Profile, check_profile, figure
+from whence.reproduce.drawing import COLOURS, figure
+from whence.reproduce.finding import Finding, Profile, check_profile
 from whence.reproduce.signed_inputs import (
     Paths,
     Setting,

@@ -19,7 +19,8 @@ from whence.errors import OptionError
 from whence.gauss_newton import GaussNewton
 from whence.operators import Damped
 from whence.plan import Plan
-from whence.reproduce.finding import COLOURS, Finding, Profile, figure
+from whence.reproduce.drawing import COLOURS, figure
+from whence.reproduce.finding import Finding, Profile
 from whence.reproduce.spectra import Measured
 from whence.reproduce.subjects import Subject
 from whence.scoring import Scorer

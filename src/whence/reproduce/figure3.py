@@ -20,7 +20,8 @@ from torch import Tensor
 from whence.gauss_newton import GaussNewton
 from whence.operators import Damped
 from whence.plan import Plan
-from whence.reproduce.finding import Finding, Profile, figure
+from whence.reproduce.drawing import figure
+from whence.reproduce.finding import Finding, Profile
 from whence.reproduce.sentences import PAIRS
 from whence.reproduce.spectra import Measured
 from whence.reproduce.subjects import Subject

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from whence.reproduce.finding import COLOURS, Finding, Profile, figure
+from whence.reproduce.drawing import COLOURS, figure
+from whence.reproduce.finding import Finding, Profile
 from whence.reproduce.subjects import Subject
 from whence.spectrum import Estimate
 from whence.store.files import read_json, write_json

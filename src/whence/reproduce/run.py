@@ -13,10 +13,12 @@ import torch
 from whence.errors import OptionError
 from whence.importance import Importance, measure_importance
 from whence.reproduce import counterexample, figure1, figure2, figure3, figure4, table1, table2, tfidf
-from whence.reproduce.finding import Finding, Profile, check_profile, read, summary, write
+from whence.reproduce.finding import Finding, Profile, check_profile
+from whence.reproduce.provenance import commit
 from whence.reproduce.spectra import Measured, measure
 from whence.reproduce.subjects import Kind, Subject, load_subject, subjects
-from whence.store.files import read_tensors, replace_file, write_tensors
+from whence.reproduce.writing import read, read_provenance, summary, write
+from whence.store.files import read_json, read_tensors, replace_file, write_json, write_tensors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,6 +39,14 @@ class _Bench:
         self.work = output / "work" / f"{profile}-{seed}"
         self._inputs, self._download = inputs, download
         self._loaded: dict[str, Subject] = {}
+
+    def begun_at(self) -> str | None:
+        """The commit whose code left the first of the partial results, which this run goes on with."""
+        path = self.work / "begun.json"
+        if not path.exists():
+            write_json(path, {"commit": commit()})
+        found: str | None = read_json(path)["commit"]
+        return found
 
     @property
     def generator(self) -> torch.Generator:
@@ -150,11 +160,12 @@ def reproduce(
 
 
 def _reproduce(names: tuple[str, ...], bench: _Bench) -> Iterator[Finding]:
+    begun_at = bench.begun_at()
     for name in names:
         finding, drawn = _RUNS[name](bench)
-        write(finding, drawn, bench.output)
+        write(finding, drawn, bench.output, begun_at=begun_at)
         ordered = sorted(read(bench.output), key=lambda found: NAMES.index(found.name))
-        text = summary(ordered)
+        text = summary(ordered, read_provenance(bench.output))
         replace_file(bench.output / "RESULTS.md", partial(_write, text=text))
         yield finding
 

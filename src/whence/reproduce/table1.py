@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from whence.reproduce.finding import COLOURS, Finding, Profile, figure
+from whence.reproduce.drawing import COLOURS, figure
+from whence.reproduce.finding import Finding, Profile
 from whence.reproduce.spectra import Measured
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from whence.reproduce.finding import COLOURS, Finding, Profile, figure
+from whence.reproduce.drawing import COLOURS, figure
+from whence.reproduce.finding import Finding, Profile
 from whence.reproduce.spectra import Measured
 from whence.reproduce.table1 import PRINTED
 

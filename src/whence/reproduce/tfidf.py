@@ -23,7 +23,8 @@ from whence.reproduce.bag_of_words import (
     tf_idf,
     topics,
 )
-from whence.reproduce.finding import COLOURS, Finding, Profile, check_profile, figure
+from whence.reproduce.drawing import COLOURS, figure
+from whence.reproduce.finding import Finding, Profile, check_profile
 from whence.similarity import cosines
 
 if TYPE_CHECKING:
