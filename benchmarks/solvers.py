@@ -4,27 +4,30 @@ For each problem the queries are solved for by every method at several efforts, 
 what comes out is compared with a reference that conjugate gradients have proven to 0.1% of the scores' size. A method's
 cost is that of the least effort at which its scores correlate to 0.99 with the reference, on average over queries.
 Measuring the spectrum, which all but plain conjugate gradients need, is not counted; nor is scoring.
+
+Seconds are those of one core that the process spent, so that other work on the machine does not count. Efforts that
+would take many times as much as the cheapest conjugate gradients are not run, and the table says "more than".
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from time import process_time
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.curves import AUTO, TARGET, Curve, Point, correlation, draw, show
+from benchmarks.problems import Problem, digits, llama, resnet
 from benchmarks.timing import RESULTS, report, save
 from whence import (
-    Classification,
     ConjugateGradient,
     Damped,
-    GaussNewton,
-    LanguageModeling,
     Lissa,
     ParamVector,
     Plan,
@@ -35,129 +38,66 @@ from whence import (
 )
 from whence.attribution.forecast import count_passes
 from whence.preconditioners import nystrom
-from whence.reproduce.drawing import COLOURS, figure
-from whence.scoring import Scorer
 from whence.solvers.choice import choose, make_solver
 
-TARGET = 0.99
+PARTS = ("digits", "llama", "resnet")
 RANKS = ((10, 0.25), (30, 1.0))
-PAPER, AVERAGED, REFINED, BLOCK, AUTO = (
+PAPER, AVERAGED, REFINED, BLOCK = (
     "LiSSA, paper's plan, last iterate",
     "LiSSA, averaged, 4 chains",
     "subset solves, refined",
     "block CG",
-    "auto",
 )
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A model, queries and a damping."""
-
-    name: str
-    gnh: GaussNewton
-    rhs: ParamVector
-    condition_number: float
-    positions: Tensor
-
-    def scores(self, solution: ParamVector) -> Tensor:
-        """``[queries, examples]``."""
-        return Scorer(self.gnh, solution).score(self.positions)
-
-
-@dataclass(frozen=True)
-class Point:
-    """One effort of one method."""
-
-    terms: float
-    seconds: float
-    correlation: float
-
-
-@dataclass
-class Curve:
-    """All efforts of one method on one problem."""
-
-    method: str
-    points: list[Point] = field(default_factory=list)
-    note: str = ""
-
-    def at_target(self) -> Point | None:
-        """The cheapest effort that is accurate enough."""
-        enough = [point for point in self.points if point.correlation >= TARGET]
-        return min(enough, key=lambda point: point.terms) if enough else None
-
-
-# --- problems ------------------------------------------------------------------------------------------------
-
-
-def digits(condition_number: float, queries: int) -> Problem:
-    from whence.demo.digits import load_digits_with_flipped_labels, train_digits
-
-    data = load_digits_with_flipped_labels()
-    gnh = GaussNewton(train_digits(data.train), Classification(), data.train)
-    rhs = gnh.gradients([data.test[i] for i in range(queries)])
-    name = f"digits MLP, κ = {condition_number:g}, {_queries(queries)}"
-    return Problem(name, gnh, rhs, condition_number, torch.arange(len(data.train)))
-
-
-def llama(condition_number: float, queries: int) -> Problem:
-    from whence.demo.corpus import corpus, passages, train_tokenizer
-    from whence.demo.text import train_model
-
-    documents = corpus()
-    tokenizer = train_tokenizer(documents)
-    data = passages(documents, tokenizer)
-    model = train_model(data, epochs=2)
-    train = [{"input_ids": passage.input_ids} for passage in data[::4]]
-    gnh = GaussNewton(model, LanguageModeling(), train)
-    rhs = gnh.gradients([{"input_ids": data[4 * i + 1].input_ids} for i in range(queries)])
-    name = f"two-layer Llama, κ = {condition_number:g}, {_queries(queries)}"
-    return Problem(name, gnh, rhs, condition_number, torch.arange(len(train)))
-
-
-def resnet(condition_number: float, queries: int, images: int) -> Problem:
-    from whence.assets import cifar10, resnet56
-
-    train, test = cifar10("train").select(torch.arange(images)), cifar10("test")
-    gnh = GaussNewton(resnet56(), Classification(), train)
-    rhs = gnh.gradients([test[i] for i in range(queries)])
-    name = f"ResNet-56, {images:,} of its images, κ = {condition_number:g}, {_queries(queries)}"
-    return Problem(name, gnh, rhs, condition_number, torch.arange(images))
-
-
-def _queries(count: int) -> str:
-    return "1 query" if count == 1 else f"{count} queries"
 
 
 # --- methods -------------------------------------------------------------------------------------------------
 
 
-def conjugate_gradients(
-    problem: Problem,
-    damped: Damped,
-    compare: Callable[[ParamVector], float],
-    rank: int = 0,
-    share: float = 1.0,
-) -> Curve:
-    """Every iteration is an effort; with Nyström's preconditioner of a rank, from a share of the terms."""
-    begun, paused, spent = time.perf_counter(), 0.0, 0.0
-    preconditioner = None
-    if rank:
-        generator = torch.Generator().manual_seed(0)
-        terms = None if share == 1 else math.ceil(share * damped.num_terms)
-        preconditioner = nystrom(problem.gnh, damped.damping, rank=rank, terms=terms, generator=generator)
-        preconditioner = preconditioner.shrunk()
-        # its columns are products of one vector each; a block product is one of all queries
-        spent = preconditioner.num_term_products / (problem.rhs.columns or 1)
-    curve = Curve(f"block CG, Nyström of rank {rank} from {share:.0%}" if rank else BLOCK)
+def to_the_end(problem: Problem, damped: Damped) -> tuple[Curve, Tensor, float]:
+    """Plain conjugate gradients until they are proven: a curve, the reference, and its largest relative error."""
+    begun, paused = process_time(), 0.0
+    passed: list[tuple[float, float, Tensor]] = []
 
     def watch(state: Any) -> bool:
         nonlocal paused
-        halted = time.perf_counter()
+        halted = process_time()
+        passed.append(
+            (state.products * damped.num_terms, halted - begun - paused, problem.scores(state.iterate))
+        )
+        paused += process_time() - halted
+        return False
+
+    solver = ConjugateGradient(tolerance=1e-3, max_iterations=400, verify=True)
+    exact = solver.solve(damped, problem.rhs, generator=torch.Generator(), on_iteration=watch)
+    assert exact.certificate is not None
+    assert exact.score_rms is not None
+    reference = problem.scores(exact.value)
+    points = [Point(terms, seconds, correlation(found, reference)) for terms, seconds, found in passed]
+    return Curve(BLOCK, points), reference, float((exact.certificate.upper / exact.score_rms).max())
+
+
+def preconditioned(
+    problem: Problem, damped: Damped, compare: Callable[[ParamVector], float], rank: int, share: float
+) -> Curve:
+    """Every iteration is an effort; Nyström's preconditioner of a rank is from a share of the terms."""
+    begun, paused = process_time(), 0.0
+    preconditioner = nystrom(
+        problem.gnh,
+        damped.damping,
+        rank=rank,
+        terms=None if share == 1 else math.ceil(share * damped.num_terms),
+        generator=torch.Generator().manual_seed(0),
+    ).shrunk()
+    # its columns are products of one vector each; a block product is one of all queries
+    spent = preconditioner.num_term_products / (problem.rhs.columns or 1)
+    curve = Curve(f"block CG, Nyström of rank {rank} from {share:.0%}")
+
+    def watch(state: Any) -> bool:
+        nonlocal paused
+        halted = process_time()
         terms = spent + state.products * damped.num_terms
         curve.points.append(Point(terms, halted - begun - paused, compare(state.iterate)))
-        paused += time.perf_counter() - halted
+        paused += process_time() - halted
         return curve.points[-1].correlation > 0.9999
 
     solver = ConjugateGradient(tolerance=1e-3, preconditioner=preconditioner, verify=False)
@@ -166,24 +106,36 @@ def conjugate_gradients(
 
 
 def paper(
-    problem: Problem, damped: Damped, compare: Callable[[ParamVector], float], spectrum: Spectrum
+    problem: Problem,
+    damped: Damped,
+    compare: Callable[[ParamVector], float],
+    spectrum: Spectrum,
+    limit: float,
 ) -> Curve:
     """The paper's plan with C = 2 and central estimates, and the same for longer."""
     plan = Plan.from_spectrum(spectrum, damped.damping, chains=1, errors=0.0)
     curve = Curve(PAPER)
     for longer in (1, 4, 16):
-        solver = Lissa(plan.replace(num_steps=longer * plan.num_steps), average="last", recover=False)
-        _add(curve, solver, problem, damped, compare)
+        lengthened = plan.replace(num_steps=longer * plan.num_steps)
+        if not curve.affords(lengthened, limit):
+            break
+        _add(curve, Lissa(lengthened, average="last", recover=False), problem, damped, compare)
     return curve
 
 
 def averaged(
-    problem: Problem, damped: Damped, compare: Callable[[ParamVector], float], spectrum: Spectrum
+    problem: Problem,
+    damped: Damped,
+    compare: Callable[[ParamVector], float],
+    spectrum: Spectrum,
+    limit: float,
 ) -> Curve:
     """Tuned plans of growing cost."""
     curve = Curve(AVERAGED)
     for refine in (1.0, 2.0, 4.0, 8.0):
         plan = Plan.tuned(spectrum, damped.damping, num_terms=damped.num_terms, refine=refine)
+        if not curve.affords(plan, limit):
+            break
         _add(curve, Lissa(plan), problem, damped, compare)
         if curve.points[-1].correlation >= TARGET:
             break
@@ -191,7 +143,11 @@ def averaged(
 
 
 def refined(
-    problem: Problem, damped: Damped, compare: Callable[[ParamVector], float], spectrum: Spectrum
+    problem: Problem,
+    damped: Damped,
+    compare: Callable[[ParamVector], float],
+    spectrum: Spectrum,
+    limit: float,
 ) -> Curve:
     """Subsets of about d(λ)/2 terms, and paths from an eighth of LiSSA's."""
     curve = Curve(REFINED)
@@ -200,6 +156,8 @@ def refined(
     shortest = Plan.tuned(spectrum, damped.damping, num_terms=damped.num_terms, refine=1.0)
     for length in (0.125, 0.25, 0.5, 1.0, 2.0):
         plan = shortest.replace(num_steps=max(2, math.ceil(length * shortest.num_steps)))
+        if not curve.affords(plan, limit):
+            break
         _add(curve, Refinement(plan=plan, subset=subset), problem, damped, compare)
         if not curve.points or curve.points[-1].correlation >= TARGET:
             break
@@ -216,7 +174,7 @@ def auto(
         spectrum, damped.damping, queries=queries, passes=count_passes(problem.gnh, queries),
         generator=torch.Generator().manual_seed(0), **options,
     )  # fmt: skip
-    best, begun, preconditioner = choice.best, time.perf_counter(), None
+    best, begun, preconditioner = choice.best, process_time(), None
     if best.rank:
         generator = torch.Generator().manual_seed(0)
         preconditioner = nystrom(
@@ -227,7 +185,7 @@ def auto(
     solver = make_solver(
         best, spectrum, damped.damping, preconditioner=preconditioner, verify=False, **options
     )
-    _add(curve, solver, problem, damped, compare, spent=spent, seconds=time.perf_counter() - begun)
+    _add(curve, solver, problem, damped, compare, spent=spent, seconds=process_time() - begun)
     return curve
 
 
@@ -236,13 +194,13 @@ def _add(
     *, spent: float = 0.0, seconds: float = 0.0,
 ) -> None:  # fmt: skip
     """One effort; ``spent`` and ``seconds`` went into a preconditioner before."""
-    begun = time.perf_counter() - seconds
+    begun = process_time() - seconds
     try:
         solution = solver.solve(damped, problem.rhs, generator=torch.Generator().manual_seed(1))
     except Exception as error:  # divergence is an outcome here
         curve.note = f"{type(error).__name__}: {str(error).partition('.')[0]}"
         return
-    seconds = time.perf_counter() - begun
+    seconds = process_time() - begun
     curve.points.append(Point(spent + solution.num_term_products, seconds, compare(solution.value)))
 
 
@@ -254,20 +212,17 @@ def compare_solvers(problem: Problem) -> dict[str, Any]:
     gnh = problem.gnh
     spectrum = estimate_spectrum(gnh, generator=torch.Generator().manual_seed(0))
     damped = Damped(gnh, spectrum.lambda_max.value / problem.condition_number)
-    exact = ConjugateGradient(tolerance=1e-3, max_iterations=400, verify=True).solve(
-        damped, problem.rhs, generator=torch.Generator()
-    )
-    reference = problem.scores(exact.value)
+    block, reference, proven = to_the_end(problem, damped)
 
     def compare(solution: ParamVector) -> float:
-        return float(_correlation(problem.scores(solution), reference).mean())
+        return correlation(problem.scores(solution), reference)
 
-    curves = [
-        conjugate_gradients(problem, damped, compare),
-        *(conjugate_gradients(problem, damped, compare, rank, share) for rank, share in RANKS),
-        averaged(problem, damped, compare, spectrum),
-        refined(problem, damped, compare, spectrum),
-        paper(problem, damped, compare, spectrum),
+    curves = [block, *(preconditioned(problem, damped, compare, rank, share) for rank, share in RANKS)]
+    limit = problem.limit * min(point.terms for curve in curves if (point := curve.at_target()))
+    curves += [
+        averaged(problem, damped, compare, spectrum, limit),
+        refined(problem, damped, compare, spectrum, limit),
+        paper(problem, damped, compare, spectrum, limit),
         auto(problem, damped, compare, spectrum),
     ]
     found = {curve.method: curve for curve in curves}
@@ -277,57 +232,12 @@ def compare_solvers(problem: Problem) -> dict[str, Any]:
     return {
         "name": problem.name,
         "terms": damped.num_terms,
-        "proven": float((exact.certificate.upper / exact.score_rms).max()),  # type: ignore[union-attr,operator]
+        "proven": proven,
         "curves": [asdict(curve) for curve in curves],
         "auto_over_best": None if own is None else own.terms / fewest,
         "auto_over_best_seconds": None if own is None else own.seconds / fastest,
         "last_over_auto": None if own is None or last is None else last.terms / own.terms,
     }
-
-
-def _correlation(a: Tensor, b: Tensor) -> Tensor:
-    a, b = (x - x.mean(-1, keepdim=True) for x in (a, b))
-    return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)).clamp_min(1e-300)
-
-
-def show(row: dict[str, Any]) -> None:
-    """A table of one problem."""
-    lines = []
-    for made in row["curves"]:
-        curve = Curve(made["method"], [Point(**point) for point in made["points"]], made["note"])
-        point = curve.at_target()
-        reached = max((p.correlation for p in curve.points), default=float("nan"))
-        cells = ("never", "", f"{reached:.4f}") if point is None else (
-            f"{point.terms:,.0f}", f"{point.seconds:.2f}", f"{point.correlation:.4f}"
-        )  # fmt: skip
-        lines.append((curve.method, *cells))
-    report(
-        f"{row['name']}: to reach a correlation of {TARGET}",
-        ("", "sample-products", "seconds", "correlation"),
-        lines,
-    )
-
-
-def draw(rows: list[dict[str, Any]]) -> None:
-    """Correlation against sample-products and against seconds, a row of panels for each problem."""
-    with figure(len(rows), 2, width=4.4, height=2.6) as (drawn, panels):
-        for number, row in enumerate(rows):
-            for panel, what in zip(panels[2 * number : 2 * number + 2], ("terms", "seconds"), strict=True):
-                for colour, curve in zip(COLOURS, row["curves"], strict=False):
-                    points = sorted(curve["points"], key=lambda point: point[what])
-                    if points:
-                        panel.plot(
-                            [p[what] for p in points], [max(1 - p["correlation"], 1e-6) for p in points],
-                            "*" if curve["method"] == AUTO else "o-", color=colour, markersize=4,
-                            label=curve["method"],
-                        )  # fmt: skip
-                panel.axhline(1 - TARGET, color="black", linewidth=0.6, linestyle="--")
-                panel.set(xscale="log", yscale="log", xlabel="sample-products" if what == "terms" else what)
-                panel.xaxis.set_minor_formatter("")
-            panels[2 * number].set(title=row["name"], ylabel="1 - correlation")
-        panels[0].legend(fontsize=6)
-    for suffix in ("svg", "png"):
-        drawn.savefig(RESULTS / f"solvers.{suffix}", bbox_inches="tight", dpi=150)
 
 
 def marginal(make: Callable[[int], Problem]) -> dict[str, Any]:
@@ -343,31 +253,31 @@ def marginal(make: Callable[[int], Problem]) -> dict[str, Any]:
     return {"name": problem.name, "seconds": seconds, "ratio": seconds[32] / seconds[1], "chosen": chosen}
 
 
-def _problems(which: str) -> Iterator[Problem]:
-    if which in ("digits", "all"):
+def _problems(part: str) -> Iterator[Problem]:
+    if part == "digits":
         for queries in (1, 20):
             for condition_number in (10.0, 100.0, 1000.0):
                 yield digits(condition_number, queries)
-    if which in ("llama", "all"):
+    elif part == "llama":
         yield llama(100.0, 8)
-    if which in ("resnet", "all"):
-        yield resnet(100.0, 4, images=1000)
+    else:
+        yield resnet(100.0, 2, images=400)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.solvers", description=__doc__.split("\n")[0])
-    parser.add_argument("which", nargs="?", default="all", choices=["digits", "llama", "resnet", "all"])
-    options = parser.parse_args()
-    keep_freed_memory()
+#: What the marginal query is measured on.
+_MARGINAL: dict[str, Callable[[int], Problem]] = {
+    "digits": lambda queries: digits(100.0, queries),
+    "llama": lambda queries: llama(100.0, queries),
+}
+
+
+def measure(part: str) -> None:
+    """All problems of a part, shown and saved."""
     rows = []
-    for problem in _problems(options.which):
+    for problem in _problems(part):
         rows.append(compare_solvers(problem))
         show(rows[-1])
-    makers: dict[str, Callable[[int], Problem]] = {
-        "digits": lambda queries: digits(100.0, queries),
-        "llama": lambda queries: llama(100.0, queries),
-    }
-    margins = [marginal(make) for name, make in makers.items() if options.which in (name, "all")]
+    margins = [marginal(_MARGINAL[part])] if part in _MARGINAL else []
     report(
         "auto against the best single method, and 32 queries against one",
         ("", "auto / best, products", "auto / best, seconds", "last iterate / auto"),
@@ -378,10 +288,19 @@ def main() -> None:
         ]
         + [(f"{margin['name']}: seconds of 32 / of 1", f"{margin['ratio']:.1f}", "", "") for margin in margins],
     )  # fmt: skip
-    draw(rows)
-    save(
-        f"solvers{'' if options.which == 'all' else '_' + options.which}", {"rows": rows, "marginal": margins}
-    )
+    save(f"solvers_{part}", {"rows": rows, "marginal": margins})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.solvers", description=__doc__.split("\n")[0])
+    parser.add_argument("which", nargs="?", default="all", choices=[*PARTS, "all"])
+    options = parser.parse_args()
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    for part in PARTS if options.which == "all" else (options.which,):
+        measure(part)
+    found = [RESULTS / f"solvers_{part}.json" for part in PARTS]
+    draw([row for path in found if path.exists() for row in json.loads(path.read_text())["results"]["rows"]])
 
 
 if __name__ == "__main__":

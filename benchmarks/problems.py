@@ -1,0 +1,77 @@
+"""What solvers are compared on: a model, the data it was trained on or a declared part of them, and queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whence import Classification, GaussNewton, LanguageModeling, ParamVector
+from whence.scoring import Scorer
+
+__all__ = ["Problem", "digits", "llama", "resnet"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, queries and a damping.
+
+    Attributes:
+        name: for tables.
+        gnh: the Gauss-Newton Hessian over the data.
+        rhs: the queries' gradients.
+        condition_number: λmax / λ.
+        positions: the examples that scores are compared on.
+        limit: of a method's cost, in that of the cheapest conjugate gradients.
+    """
+
+    name: str
+    gnh: GaussNewton
+    rhs: ParamVector
+    condition_number: float
+    positions: Tensor
+    limit: float = 25.0
+
+    def scores(self, solution: ParamVector) -> Tensor:
+        """``[queries, examples]``."""
+        return Scorer(self.gnh, solution).score(self.positions)
+
+
+def digits(condition_number: float, queries: int) -> Problem:
+    from whence.demo.digits import load_digits_with_flipped_labels, train_digits
+
+    data = load_digits_with_flipped_labels()
+    gnh = GaussNewton(train_digits(data.train), Classification(), data.train)
+    rhs = gnh.gradients([data.test[i] for i in range(queries)])
+    name = f"digits MLP, κ = {condition_number:g}, {_queries(queries)}"
+    return Problem(name, gnh, rhs, condition_number, torch.arange(len(data.train)))
+
+
+def llama(condition_number: float, queries: int) -> Problem:
+    from whence.demo.corpus import corpus, passages, train_tokenizer
+    from whence.demo.text import train_model
+
+    documents = corpus()
+    tokenizer = train_tokenizer(documents)
+    data = passages(documents, tokenizer)
+    model = train_model(data, epochs=2)
+    train = [{"input_ids": passage.input_ids} for passage in data[::4]]
+    gnh = GaussNewton(model, LanguageModeling(), train)
+    rhs = gnh.gradients([{"input_ids": data[4 * i + 1].input_ids} for i in range(queries)])
+    name = f"two-layer Llama, κ = {condition_number:g}, {_queries(queries)}"
+    return Problem(name, gnh, rhs, condition_number, torch.arange(len(train)))
+
+
+def resnet(condition_number: float, queries: int, images: int) -> Problem:
+    from whence.assets import cifar10, resnet56
+
+    train, test = cifar10("train").select(torch.arange(images)), cifar10("test")
+    gnh = GaussNewton(resnet56(), Classification(), train)
+    rhs = gnh.gradients([test[i] for i in range(queries)])
+    name = f"ResNet-56, {images:,} of its images, κ = {condition_number:g}, {_queries(queries)}"
+    return Problem(name, gnh, rhs, condition_number, torch.arange(images), limit=6.0)
+
+
+def _queries(count: int) -> str:
+    return "1 query" if count == 1 else f"{count} queries"
