@@ -62,3 +62,18 @@ def test_long_loops_are_silent_without_a_terminal(capfd: pytest.CaptureFixture[s
     captured = capfd.readouterr()
     assert captured.out == ""
     assert captured.err == ""
+
+
+def test_extras_that_errors_name_exist() -> None:
+    """A missing library is reported with the extra that installs it."""
+    root = ROOT
+    lines = (root / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    extras = set(re.findall(r"^(\w+) = \[", lines.partition("\n[project.scripts]")[0], re.MULTILINE))
+    sources = (root / "src" / "whence").rglob("*.py")
+    named = {
+        extra
+        for source in sources
+        for extra in re.findall(r'load_library\(\s*"[\w.]+", "(\w+)"', source.read_text())
+    }
+    assert len(named) >= 2
+    assert named <= extras

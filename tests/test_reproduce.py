@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,8 +196,12 @@ def resnet_directory(path: Path) -> None:
 
     torch.manual_seed(0)
     config = ResNetConfig(
-        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=2
-    )
+        embedding_size=4,
+        hidden_sizes=[4, 8],
+        depths=[1, 1],
+        layer_type="basic",
+        id2label={0: "crane", 1: "crane"},
+    )  # as ImageNet has it, twice
     ResNetForImageClassification(config).save_pretrained(path)
     donor = vit_directory(path.parent / "donor")  # any image processor for small pictures
     (path / "preprocessor_config.json").write_text((donor / "preprocessor_config.json").read_text())
@@ -230,7 +239,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         language_directory(root / key, name)
     pixels = np.random.default_rng(0)
     for part, count in (("train", 12), ("val", 6)):
-        for label in ("LABEL_0", "LABEL_1"):
+        for label in ("n02012849", "n03126707"):
             (root / "imagenet" / part / label).mkdir(parents=True)
             for k in range(count):
                 image = Image.fromarray(pixels.integers(0, 256, (8, 8, 3), dtype=np.uint8))
@@ -290,7 +299,9 @@ def test_unknown_names_and_profiles(tmp_path: Path) -> None:
 
 
 def test_missing_inputs_are_named(tmp_path: Path, inputs: Path) -> None:
-    with pytest.raises(OptionError, match="with --inputs"):
+    with pytest.raises(
+        OptionError, match=r"no directory of inputs with resnet-18 in it.*with --inputs.*--allow-down"
+    ):
         list(reproduce("table1", "paper", tmp_path / "out"))
     with pytest.raises(OptionError, match=r"no directory .*resnet-18; put microsoft/resnet-18 there"):
         list(reproduce("table1", "paper", tmp_path / "out", inputs=tmp_path))
@@ -299,3 +310,45 @@ def test_missing_inputs_are_named(tmp_path: Path, inputs: Path) -> None:
     (half / "resnet-18").symlink_to(inputs / "resnet-18")
     with pytest.raises(OptionError, match=r"no .*imagenet; put the training data there"):
         list(reproduce("table1", "paper", tmp_path / "out", inputs=half))
+    (half / "imagenet" / "train" / "n02012849").mkdir(parents=True)
+    with pytest.raises(OptionError, match="1 folders, the model 2 classes; put all of ImageNet's there"):
+        list(reproduce("table1", "paper", tmp_path / "out", inputs=half))
+
+
+HUB = """
+import sys
+from whence.reproduce import subjects
+
+images, texts = sys.argv[1:]
+subjects._PAPER_DATA["vision"] = ("imagenet", images, ("train", "validation"))
+subjects._PAPER_DATA["language"] = ("openwebtext", texts, ("train",))
+subjects._DOCUMENTS = 2
+for key in ("resnet-18", "opt-1.3b"):
+    subject = subjects.load_subject(key, allow_download=True)
+    print(key, len(subject.train), len(subject.test), subject.operator().num_terms, subject.note)
+"""
+
+
+def test_models_and_data_from_the_hub(tmp_path: Path, inputs: Path) -> None:
+    """Models from the hub's cache, as fetched; data by the call that fetches them, from directories."""
+    import datasets
+
+    for key in ("resnet-18", "opt-1.3b"):
+        place = tmp_path / "hub" / f"models--{subjects.PAPER[key][1].replace('/', '--')}"
+        (place / "refs").mkdir(parents=True)
+        (place / "refs" / "main").write_text("0" * 40)
+        shutil.copytree(inputs / key, place / "snapshots" / ("0" * 40))
+    labels = datasets.ClassLabel(names=["crane", "crane (machine)"])
+    features = datasets.Features({"image": datasets.Image(), "label": labels})
+    for split, part in (("train", "train"), ("validation", "val")):
+        files = sorted((inputs / "imagenet" / part).rglob("*.png"))
+        rows = {"image": [str(file) for file in files], "label": [int("n03" in str(file)) for file in files]}
+        rows = datasets.Dataset.from_dict(rows, features=features)
+        rows.to_parquet(tmp_path / "images" / f"{split}-00000-of-00001.parquet")
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1",
+                   "HF_DATASETS_CACHE": str(tmp_path / "cache")}  # fmt: skip
+    command = [sys.executable, "-c", HUB, str(tmp_path / "images"), str(inputs / "openwebtext")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "resnet-18 24 12 24 "
+    assert re.fullmatch(r"opt-1.3b \d+ 0 \d+ the first 2 documents", done.stdout.splitlines()[1])

@@ -39,7 +39,7 @@ def reproduce_command(
         ),
     ] = None,
     allow_download: Annotated[
-        bool, typer.Option(help="Fetch the paper's models from the hub where --inputs lacks them.")
+        bool, typer.Option(help="Fetch the paper's models and data from the hub where --inputs lacks them.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
     as_json: AsJson = False,

@@ -148,7 +148,7 @@ def reproduce(
         profile: how much is run, and on which models.
         output: where ``NAME.json``, figures and paragraphs go, and ``RESULTS.md``; an interrupted run goes on there.
         inputs: directory with the paper's models and data, for the profile ``paper``.
-        allow_download: whether the paper's models may be fetched from the hub.
+        allow_download: whether the paper's models and data may be fetched from the hub where ``inputs`` lacks them.
         seed: of all random numbers.
     """
     if name != "all" and name not in _RUNS:

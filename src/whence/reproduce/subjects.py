@@ -9,6 +9,7 @@ BatchNorm.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from whence.errors import OptionError
 from whence.gauss_newton import GaussNewton, Product
 from whence.reproduce.finding import Profile
+from whence.sources import Labels, Problem, Records
 from whence.tasks import Classification, LanguageModeling, Task
 
 __all__ = ["PAPER", "Subject", "inner_parameters", "load_subject", "subjects"]
@@ -168,36 +170,97 @@ PAPER: dict[str, tuple[str, str, Kind]] = {
     "mistral-7b": ("Mistral-7B", "mistralai/Mistral-7B-v0.1", "language"),
 }
 _PAPER_DAMPING = 5.0
+#: Name on the hub of the data for each kind, and its splits.
+_PAPER_DATA: dict[Kind, tuple[str, str, tuple[str, ...]]] = {
+    "vision": ("imagenet", "ILSVRC/imagenet-1k", ("train", "validation")),
+    "language": ("openwebtext", "Skylion007/openwebtext", ("train",)),
+}
+#: Of OpenWebText's eight million: 110 million tokens, hundreds of times what any of the estimates draw.
+_DOCUMENTS = 100_000
 
 
-def _from_paper(key: str, inputs: Path, allow_download: bool) -> Subject:
-    from whence.sources import Passages, load_model, open_images, open_records
+def _from_paper(key: str, inputs: Path | None, allow_download: bool) -> Subject:
+    from whence.sources import FirstRows, Passages, load_model
 
     title, hub, kind = PAPER[key]
-    directory, data = inputs / key, inputs / ("imagenet" if kind == "vision" else "openwebtext")
-    if not directory.is_dir() and not allow_download:
-        raise OptionError(
-            f"there is no directory {directory}; put {hub} there, or allow fetching it (--allow-download)"
-        )
-    if not data.exists():
-        raise OptionError(
-            f"there is no {data}; put the training data there: a folder, or files that whence reads"
-        )
-    problem = load_model(directory if directory.is_dir() else hub, allow_download=allow_download)
+    directory = None if inputs is None else inputs / key
+    if directory is not None and directory.is_dir():
+        problem = load_model(directory)
+    elif allow_download:
+        problem = load_model(hub, allow_download=True)
+    else:
+        raise OptionError(f"there is no {_below(inputs, key)}; put {hub} there{_OR_FETCH}")
     if kind == "vision":
-        splits = [data / part for part in ("train", "val") if (data / part).is_dir()] or [data]
-        read = partial(open_images, transform=problem.directory, labels=problem.labels)
-        train, test = read(splits[0]), read(splits[-1])
+        train, test = _images(inputs, allow_download, problem)
         return Subject(
             title, "ImageNet", kind, problem.model, Classification(), train, test,
             inner_parameters(problem.model), _PAPER_DAMPING,
         )  # fmt: skip
     length = min(problem.context or _PASSAGE, _PASSAGE)
-    train_text = Passages(open_records(data), problem.tokenizer, max_length=length, skip_empty=True)
+    documents = FirstRows(_documents(inputs, allow_download), _DOCUMENTS)
     return Subject(
-        title, "OpenWebText", kind, problem.model, LanguageModeling(), train_text, [],
+        title, "OpenWebText", kind, problem.model, LanguageModeling(),
+        Passages(documents, problem.tokenizer, max_length=length, skip_empty=True), [],
         inner_parameters(problem.model), _PAPER_DAMPING, tokenizer=problem.tokenizer,
+        note=f"the first {len(documents):,} documents",
     )  # fmt: skip
+
+
+_OR_FETCH = ", name another directory with --inputs, or allow fetching it (--allow-download)"
+
+
+def _below(inputs: Path | None, name: str) -> str:
+    return f"directory of inputs with {name} in it" if inputs is None else f"directory {inputs / name}"
+
+
+def _images(inputs: Path | None, allow_download: bool, problem: Problem) -> tuple[Any, Any]:
+    """ImageNet's training and validation images."""
+    from whence.sources import HubDataset, image_records, open_images
+    from whence.sources.pixels import image_transform
+
+    folder, hub, splits = _PAPER_DATA["vision"]
+    data = None if inputs is None else inputs / folder
+    if data is not None and data.exists():
+        parts = [data / part for part in ("train", "val") if (data / part).is_dir()] or [data]
+        read = partial(open_images, transform=problem.directory, labels=_classes(parts[0], problem))
+        return read(parts[0]), read(parts[-1])
+    if not allow_download:
+        raise OptionError(f"there is no {_below(inputs, folder)}; put the training data there{_OR_FETCH}")
+    train, test = (
+        image_records(
+            HubDataset(hub, split=split),
+            transform=image_transform(problem.directory),
+            mode="RGB",
+            labels=problem.labels,
+        )
+        for split in splits
+    )
+    return train, test
+
+
+def _classes(train: Path, problem: Problem) -> Labels | None:
+    """The model's classes; as ImageNet's folders are named, by WordNet number, they come in the order of the names."""
+    folders = sorted(place.name for place in train.iterdir() if place.is_dir())
+    if not folders or not all(re.fullmatch(r"n\d{8}", name) for name in folders):
+        return problem.labels
+    if len(folders) != problem.num_labels:
+        raise OptionError(
+            f"{train} has {len(folders)} folders, the model {problem.num_labels} classes; put all of ImageNet's there"
+        )
+    return Labels(tuple(folders))
+
+
+def _documents(inputs: Path | None, allow_download: bool) -> Records:
+    """OpenWebText."""
+    from whence.sources import HubDataset, open_records
+
+    folder, hub, (split,) = _PAPER_DATA["language"]
+    data = None if inputs is None else inputs / folder
+    if data is not None and data.exists():
+        return open_records(data)
+    if not allow_download:
+        raise OptionError(f"there is no {_below(inputs, folder)}; put the training data there{_OR_FETCH}")
+    return HubDataset(hub, split=split)
 
 
 # --- by profile ------------------------------------------------------------------------------------------
@@ -226,8 +289,4 @@ def load_subject(key: str, *, inputs: Path | None = None, allow_download: bool =
         return _BUILDERS[key]()
     if key not in PAPER:
         raise OptionError(f"there is no subject {key!r}; it is one of {', '.join([*_BUILDERS, *PAPER])}")
-    if inputs is None:
-        raise OptionError(
-            f"{key} is the paper's own; name the directory that holds models and data with --inputs"
-        )
     return _from_paper(key, inputs, allow_download)

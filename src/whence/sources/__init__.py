@@ -17,11 +17,14 @@ from whence.sources.language import Passages
 from whence.sources.models import Problem, context_length, load_model
 from whence.sources.open_records import open_records
 from whence.sources.queries import language_queries
-from whence.sources.records import Records, RowList
+from whence.sources.records import FirstRows, Records, RowList
+from whence.sources.table_records import HubDataset
 
 __all__ = [
     "ClassifiedTexts",
     "Examples",
+    "FirstRows",
+    "HubDataset",
     "ImageExamples",
     "Labels",
     "ListedExamples",

@@ -14,7 +14,7 @@ def load_library(module: str, extra: str, purpose: str) -> Any:
     """Import an optional library, or raise `OptionError` with the command that installs it.
 
     Example:
-        >>> load_library("json", "data", "to read JSON").loads("[1]")
+        >>> load_library("json", "hf", "to read JSON").loads("[1]")
         [1]
     """
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,7 +149,13 @@ def _from_hub(name: str, dtype: Any, tokenizer: str | Path | None, check: bool) 
             f"the model {name!r} cannot be fetched: {_first_line(error)}; check the name"
         ) from error
     kind, loader = _architecture(config, name)
-    return _loaded(name, kind, loader, dtype, tokenizer, check, local=False)
+    problem = _loaded(name, kind, loader, dtype, tokenizer, check, local=False)
+    if kind == "image-classifier":  # what images go through lies beside the model, in the library's cache
+        found = transformers.utils.cached_file(
+            name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False
+        )
+        problem = replace(problem, directory=None if found is None else Path(found).parent)
+    return problem
 
 
 def _architecture(config: dict[str, Any], source: str) -> tuple[Kind, str]:
@@ -236,7 +242,10 @@ def _classification(config: Any, source: str) -> Task:
 
 def _labels(config: Any) -> Labels | None:
     names = real_names(getattr(config, "id2label", None))
-    return None if names is None else Labels(names)
+    if names is None:
+        return None
+    # Two of ImageNet's classes are called "crane".
+    return Labels(tuple(f"{name} ({k})" if names.count(name) > 1 else name for k, name in enumerate(names)))
 
 
 def _dtype(dtype: str | torch.dtype) -> Any:

@@ -27,9 +27,10 @@ def open_image(
     source: Path | bytes, where: str, mode: str | None = None, *, header_only: bool = False
 ) -> Any:
     """A Pillow image, converted to ``mode`` where given; with ``header_only``, its pixels are not read."""
-    images = load_library("PIL.Image", "data", "to read images")
+    from PIL import Image
+
     try:
-        with images.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
             if header_only:
                 return opened
             opened.load()
@@ -42,7 +43,7 @@ def open_image(
         raise OptionError(
             f"{where}: an image cannot be converted to {mode!r}: {error}; try RGB or L"
         ) from error
-    except (OSError, SyntaxError, images.DecompressionBombError) as error:
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         # Pillow reports damage in some formats as a SyntaxError.
         raise _unreadable(where, error) from error
 

@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from whence.errors import DataError
 
-__all__ = ["RecordIds", "Records", "RowList", "Shards", "field_of", "text_of"]
+__all__ = ["FirstRows", "RecordIds", "Records", "RowList", "Shards", "field_of", "text_of"]
 
 #: The field that names a row, where the user names none.
 ID_FIELD = "id"
@@ -123,6 +124,38 @@ class Shards(Records):
 
     def class_names(self, field: str) -> tuple[str, ...] | None:
         return self._parts[0].class_names(field)
+
+
+class FirstRows(Records):
+    """The first rows of others.
+
+    Example:
+        >>> rows = RowList([{"text": "a"}, {"text": "b"}, {"text": "c"}], name="data")
+        >>> [fields["text"] for fields in FirstRows(rows, 2)]
+        ['a', 'b']
+    """
+
+    def __init__(self, records: Records, count: int) -> None:
+        self._records, self._count = records, min(count, len(records))
+        self.name, self.id_field = records.name, records.id_field
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        return self._records[row]
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return islice(iter(self._records), self._count)
+
+    def where(self, row: int) -> str:
+        return self._records.where(row)
+
+    def link(self, row: int) -> str | None:
+        return self._records.link(row)
+
+    def class_names(self, field: str) -> tuple[str, ...] | None:
+        return self._records.class_names(field)
 
 
 class RecordIds:

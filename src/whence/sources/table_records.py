@@ -14,7 +14,7 @@ from whence.errors import DataError, OptionError
 from whence.sources.libraries import load_library
 from whence.sources.records import Records
 
-__all__ = ["ParquetRows", "SavedDataset"]
+__all__ = ["DatasetRows", "HubDataset", "ParquetRows", "SavedDataset"]
 
 #: Row groups kept after use; neighbouring rows are usually asked for together.
 KEPT_GROUPS = 2
@@ -24,8 +24,9 @@ class ParquetRows(Records):
     """A Parquet file, read one row group at a time from a memory map."""
 
     def __init__(self, path: Path, *, id_field: str | None = None) -> None:
-        arrow = load_library("pyarrow", "data", "to read Parquet files")
-        parquet = load_library("pyarrow.parquet", "data", "to read Parquet files")
+        import pyarrow as arrow
+        from pyarrow import parquet
+
         self.name, self.id_field, self._path = path.name, id_field, path
         try:
             self._file = parquet.ParquetFile(path, memory_map=True)
@@ -89,37 +90,24 @@ class ParquetRows(Records):
             return None
 
 
-class SavedDataset(Records):
-    """A directory written by ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``, memory-mapped."""
+class DatasetRows(Records):
+    """A ``Dataset`` of the ``datasets`` library, memory-mapped; images are left as the bytes that are stored.
 
-    def __init__(self, path: Path, *, split: str | None = None, id_field: str | None = None) -> None:
-        datasets = load_library("datasets", "data", "to read data sets saved by save_to_disk")
-        try:
-            loaded = datasets.load_from_disk(str(path))
-        except Exception as error:  # whatever it raises, the directory is unusable
-            raise DataError(
-                f"{path} looks like a saved data set but cannot be loaded: {_first_line(error)}; save it again"
-            ) from error
-        if isinstance(loaded, datasets.DatasetDict):
-            splits = ", ".join(loaded)
-            if split is None and len(loaded) != 1:
-                raise OptionError(
-                    f"{path} has the splits {splits}; say which, as {path}:{next(iter(loaded), '')}"
-                )
-            chosen = next(iter(loaded)) if split is None else split
-            if chosen not in loaded:
-                raise OptionError(f"{path} has no split {chosen!r}; it has {splits}")
-            self.name, loaded = f"{path.name}:{chosen}", loaded[chosen]
-        elif split is not None:
-            raise OptionError(f"{path} is a single data set without splits; name it without {split!r}")
-        else:
-            self.name = path.name
-        self._path, self.id_field = path, id_field
-        self._features = dict(loaded.features)
+    Args:
+        data: the ``Dataset``.
+        name: what messages and ids call it.
+        place: where it is, for messages and links.
+        id_field: the field that names a row.
+    """
+
+    def __init__(self, data: Any, *, name: str, place: str, id_field: str | None = None) -> None:
+        datasets = load_library("datasets", "hf", "to read data sets of its format")
+        self.name, self.id_field, self._place = name, id_field, place
+        self._features = dict(data.features)
         for column, feature in self._features.items():
-            if isinstance(feature, datasets.Image):  # the bytes as stored: decoding is not done here
-                loaded = loaded.cast_column(column, datasets.Image(decode=False))
-        self._data = loaded.with_format(None)
+            if isinstance(feature, datasets.Image):
+                data = data.cast_column(column, datasets.Image(decode=False))
+        self._data = data.with_format(None)
         if len(self._data) == 0:
             raise DataError(f"{self.name} has no rows; give at least one")
 
@@ -134,14 +122,60 @@ class SavedDataset(Records):
         yield from self._data
 
     def where(self, row: int) -> str:
-        return f"{self._path}, row {row + 1}"
+        return f"{self._place}, row {row + 1}"
 
     def link(self, row: int) -> str:
-        return str(self._path)
+        return self._place
 
     def class_names(self, field: str) -> tuple[str, ...] | None:
         names = getattr(self._features.get(field), "names", None)
         return None if names is None else tuple(map(str, names))
+
+
+class SavedDataset(DatasetRows):
+    """A directory written by ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``."""
+
+    def __init__(self, path: Path, *, split: str | None = None, id_field: str | None = None) -> None:
+        datasets = load_library("datasets", "hf", "to read data sets saved by save_to_disk")
+        try:
+            loaded = datasets.load_from_disk(str(path))
+        except Exception as error:  # whatever it raises, the directory is unusable
+            raise DataError(
+                f"{path} looks like a saved data set but cannot be loaded: {_first_line(error)}; save it again"
+            ) from error
+        name = path.name
+        if isinstance(loaded, datasets.DatasetDict):
+            splits = ", ".join(loaded)
+            if split is None and len(loaded) != 1:
+                raise OptionError(
+                    f"{path} has the splits {splits}; say which, as {path}:{next(iter(loaded), '')}"
+                )
+            chosen = next(iter(loaded)) if split is None else split
+            if chosen not in loaded:
+                raise OptionError(f"{path} has no split {chosen!r}; it has {splits}")
+            name, loaded = f"{name}:{chosen}", loaded[chosen]
+        elif split is not None:
+            raise OptionError(f"{path} is a single data set without splits; name it without {split!r}")
+        super().__init__(loaded, name=name, place=str(path), id_field=id_field)
+
+
+class HubDataset(DatasetRows):
+    """One split of a data set on the Hugging Face hub, fetched into the library's own cache; or of a local directory.
+
+    Args:
+        name: on the hub, such as ``owner/name``, or a directory of data files.
+        split: of it.
+    """
+
+    def __init__(self, name: str, *, split: str) -> None:
+        datasets = load_library("datasets", "hf", "to fetch data sets from the hub")
+        try:
+            loaded = datasets.load_dataset(name, split=split)
+        except Exception as error:  # network, access rights, an unknown name: whatever it raises
+            raise DataError(
+                f"the data set {name} cannot be fetched: {_first_line(error)}; check its name and your access to it"
+            ) from error
+        super().__init__(loaded, name=f"{name}:{split}", place=name)
 
 
 def _first_line(error: Exception) -> str:
