@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from whence import Classification, ConjugateGradient, Damped, GaussNewton, LanguageModeling, ParamVector
+from whence.demo.corpus import Passage
 from whence.scoring import Scorer
 
 __all__ = ["Problem", "digits", "exact_scores_of_digits", "llama", "resnet"]
@@ -66,19 +68,24 @@ def exact_scores_of_digits(model: nn.Module, queries: range, damping: float) -> 
     return Scorer(gnh, solution.value).score(torch.arange(len(wide_train)))
 
 
-def llama(condition_number: float, queries: int) -> Problem:
+@cache
+def _manual() -> tuple[nn.Module, list[Passage]]:
+    """A small Llama trained on Python's manual, and the passages."""
     from whence.demo.corpus import corpus, passages, train_tokenizer
     from whence.demo.text import train_model
 
     documents = corpus()
-    tokenizer = train_tokenizer(documents)
-    data = passages(documents, tokenizer)
-    model = train_model(data, epochs=2)
+    data = passages(documents, train_tokenizer(documents))
+    return train_model(data, epochs=2), data
+
+
+def llama(condition_number: float, queries: int) -> Problem:
+    model, data = _manual()
     train = [{"input_ids": passage.input_ids} for passage in data[::4]]
     gnh = GaussNewton(model, LanguageModeling(), train)
     rhs = gnh.gradients([{"input_ids": data[4 * i + 1].input_ids} for i in range(queries)])
     name = f"two-layer Llama, κ = {condition_number:g}, {_queries(queries)}"
-    return Problem(name, gnh, rhs, condition_number, torch.arange(len(train)))
+    return Problem(name, gnh, rhs, condition_number, torch.arange(len(train)), limit=6.0)
 
 
 def resnet(condition_number: float, queries: int, images: int) -> Problem:

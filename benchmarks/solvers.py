@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from time import process_time
 from typing import Any
 
@@ -50,6 +50,29 @@ PAPER, AVERAGED, REFINED, BLOCK = (
 )
 
 
+@dataclass(frozen=True)
+class Race:
+    """A problem at its damping, with what solvers are planned from and compared with.
+
+    Attributes:
+        problem, damped, spectrum: to be solved, and its spectrum.
+        reference: exact scores; None where only time counts.
+        limit: of sample-products.
+    """
+
+    problem: Problem
+    damped: Damped
+    spectrum: Spectrum
+    reference: Tensor | None = None
+    limit: float = math.inf
+
+    def compare(self, solution: ParamVector) -> float:
+        """Correlation of a solution's scores with the reference."""
+        if self.reference is None:
+            return math.nan
+        return correlation(self.problem.scores(solution), self.reference)
+
+
 # --- methods -------------------------------------------------------------------------------------------------
 
 
@@ -76,132 +99,109 @@ def to_the_end(problem: Problem, damped: Damped) -> tuple[Curve, Tensor, float]:
     return Curve(BLOCK, points), reference, float((exact.certificate.upper / exact.score_rms).max())
 
 
-def preconditioned(
-    problem: Problem, damped: Damped, compare: Callable[[ParamVector], float], rank: int, share: float
-) -> Curve:
+def preconditioned(race: Race, rank: int, share: float) -> Curve:
     """Every iteration is an effort; Nyström's preconditioner of a rank is from a share of the terms."""
     begun, paused = process_time(), 0.0
     preconditioner = nystrom(
-        problem.gnh,
-        damped.damping,
+        race.problem.gnh,
+        race.damped.damping,
         rank=rank,
-        terms=None if share == 1 else math.ceil(share * damped.num_terms),
+        terms=None if share == 1 else math.ceil(share * race.damped.num_terms),
         generator=torch.Generator().manual_seed(0),
     ).shrunk()
     # its columns are products of one vector each; a block product is one of all queries
-    spent = preconditioner.num_term_products / (problem.rhs.columns or 1)
+    spent = preconditioner.num_term_products / (race.problem.rhs.columns or 1)
     curve = Curve(f"block CG, Nyström of rank {rank} from {share:.0%}")
 
     def watch(state: Any) -> bool:
         nonlocal paused
         halted = process_time()
-        terms = spent + state.products * damped.num_terms
-        curve.points.append(Point(terms, halted - begun - paused, compare(state.iterate)))
+        terms = spent + state.products * race.damped.num_terms
+        curve.points.append(Point(terms, halted - begun - paused, race.compare(state.iterate)))
         paused += process_time() - halted
         return curve.points[-1].correlation > 0.9999
 
     solver = ConjugateGradient(tolerance=1e-3, preconditioner=preconditioner, verify=False)
-    solver.solve(damped, problem.rhs, generator=torch.Generator(), on_iteration=watch)
+    solver.solve(race.damped, race.problem.rhs, generator=torch.Generator(), on_iteration=watch)
     return curve
 
 
-def paper(
-    problem: Problem,
-    damped: Damped,
-    compare: Callable[[ParamVector], float],
-    spectrum: Spectrum,
-    limit: float,
-) -> Curve:
+def paper(race: Race) -> Curve:
     """The paper's plan with C = 2 and central estimates, and the same for longer."""
-    plan = Plan.from_spectrum(spectrum, damped.damping, chains=1, errors=0.0)
+    plan = Plan.from_spectrum(race.spectrum, race.damped.damping, chains=1, errors=0.0)
     curve = Curve(PAPER)
     for longer in (1, 4, 16):
         lengthened = plan.replace(num_steps=longer * plan.num_steps)
-        if not curve.affords(lengthened, limit):
+        if not curve.affords(lengthened, race.limit):
             break
-        _add(curve, Lissa(lengthened, average="last", recover=False), problem, damped, compare)
+        _add(curve, Lissa(lengthened, average="last", recover=False), race)
     return curve
 
 
-def averaged(
-    problem: Problem,
-    damped: Damped,
-    compare: Callable[[ParamVector], float],
-    spectrum: Spectrum,
-    limit: float,
-) -> Curve:
+def averaged(race: Race) -> Curve:
     """Tuned plans of growing cost."""
     curve = Curve(AVERAGED)
     for refine in (1.0, 2.0, 4.0, 8.0):
-        plan = Plan.tuned(spectrum, damped.damping, num_terms=damped.num_terms, refine=refine)
-        if not curve.affords(plan, limit):
+        plan = Plan.tuned(race.spectrum, race.damped.damping, num_terms=race.damped.num_terms, refine=refine)
+        if not curve.affords(plan, race.limit):
             break
-        _add(curve, Lissa(plan), problem, damped, compare)
-        if curve.points[-1].correlation >= TARGET:
-            break
-    return curve
-
-
-def refined(
-    problem: Problem,
-    damped: Damped,
-    compare: Callable[[ParamVector], float],
-    spectrum: Spectrum,
-    limit: float,
-) -> Curve:
-    """Subsets of about d(λ)/2 terms, and paths from an eighth of LiSSA's."""
-    curve = Curve(REFINED)
-    assert spectrum.density is not None
-    subset = min(math.ceil(spectrum.density.dimension(damped.damping).value / 2), damped.num_terms // 2)
-    shortest = Plan.tuned(spectrum, damped.damping, num_terms=damped.num_terms, refine=1.0)
-    for length in (0.125, 0.25, 0.5, 1.0, 2.0):
-        plan = shortest.replace(num_steps=max(2, math.ceil(length * shortest.num_steps)))
-        if not curve.affords(plan, limit):
-            break
-        _add(curve, Refinement(plan=plan, subset=subset), problem, damped, compare)
+        _add(curve, Lissa(plan), race)
         if not curve.points or curve.points[-1].correlation >= TARGET:
             break
     return curve
 
 
-def auto(
-    problem: Problem, damped: Damped, compare: Callable[[ParamVector], float], spectrum: Spectrum
-) -> Curve:
+def refined(race: Race) -> Curve:
+    """Subsets of about d(λ)/2 terms, and paths from an eighth of LiSSA's."""
+    curve = Curve(REFINED)
+    assert race.spectrum.density is not None
+    subset = min(
+        math.ceil(race.spectrum.density.dimension(race.damped.damping).value / 2), race.damped.num_terms // 2
+    )
+    shortest = Plan.tuned(race.spectrum, race.damped.damping, num_terms=race.damped.num_terms, refine=1.0)
+    for length in (0.125, 0.25, 0.5, 1.0, 2.0):
+        plan = shortest.replace(num_steps=max(2, math.ceil(length * shortest.num_steps)))
+        if not curve.affords(plan, race.limit):
+            break
+        _add(curve, Refinement(plan=plan, subset=subset), race)
+        if not curve.points or curve.points[-1].correlation >= TARGET:
+            break
+    return curve
+
+
+def auto(race: Race) -> Curve:
     """What `choose` takes when it is asked for the target."""
-    queries = problem.rhs.columns or 1
-    options: dict[str, Any] = {"num_terms": damped.num_terms, "accuracy": TARGET, "chains": 4}
+    queries = race.problem.rhs.columns or 1
+    options: dict[str, Any] = {"num_terms": race.damped.num_terms, "accuracy": TARGET, "chains": 4}
     choice = choose(
-        spectrum, damped.damping, queries=queries, passes=count_passes(problem.gnh, queries),
+        race.spectrum, race.damped.damping, queries=queries, passes=count_passes(race.problem.gnh, queries),
         generator=torch.Generator().manual_seed(0), **options,
     )  # fmt: skip
     best, begun, preconditioner = choice.best, process_time(), None
     if best.rank:
         generator = torch.Generator().manual_seed(0)
         preconditioner = nystrom(
-            problem.gnh, damped.damping, rank=best.rank, terms=best.rank_terms, generator=generator
+            race.problem.gnh, race.damped.damping, rank=best.rank, terms=best.rank_terms, generator=generator
         ).shrunk()
     curve = Curve(AUTO, note=choice.words())
     spent = 0.0 if preconditioner is None else preconditioner.num_term_products / queries
     solver = make_solver(
-        best, spectrum, damped.damping, preconditioner=preconditioner, verify=False, **options
+        best, race.spectrum, race.damped.damping, preconditioner=preconditioner, verify=False, **options
     )
-    _add(curve, solver, problem, damped, compare, spent=spent, seconds=process_time() - begun)
+    _add(curve, solver, race, spent=spent, seconds=process_time() - begun)
     return curve
 
 
-def _add(
-    curve: Curve, solver: Any, problem: Problem, damped: Damped, compare: Callable[[ParamVector], float],
-    *, spent: float = 0.0, seconds: float = 0.0,
-) -> None:  # fmt: skip
+def _add(curve: Curve, solver: Any, race: Race, *, spent: float = 0.0, seconds: float = 0.0) -> None:
     """One effort; ``spent`` and ``seconds`` went into a preconditioner before."""
     begun = process_time() - seconds
     try:
-        solution = solver.solve(damped, problem.rhs, generator=torch.Generator().manual_seed(1))
+        solution = solver.solve(race.damped, race.problem.rhs, generator=torch.Generator().manual_seed(1))
     except Exception as error:  # divergence is an outcome here
         curve.note = f"{type(error).__name__}: {str(error).partition('.')[0]}"
         return
     seconds = process_time() - begun
-    curve.points.append(Point(spent + solution.num_term_products, seconds, compare(solution.value)))
+    curve.points.append(Point(spent + solution.num_term_products, seconds, race.compare(solution.value)))
 
 
 # --- one problem ---------------------------------------------------------------------------------------------
@@ -209,22 +209,14 @@ def _add(
 
 def compare_solvers(problem: Problem) -> dict[str, Any]:
     """All methods on one problem."""
-    gnh = problem.gnh
-    spectrum = estimate_spectrum(gnh, generator=torch.Generator().manual_seed(0))
-    damped = Damped(gnh, spectrum.lambda_max.value / problem.condition_number)
+    spectrum = estimate_spectrum(problem.gnh, generator=torch.Generator().manual_seed(0))
+    damped = Damped(problem.gnh, spectrum.lambda_max.value / problem.condition_number)
     block, reference, proven = to_the_end(problem, damped)
-
-    def compare(solution: ParamVector) -> float:
-        return correlation(problem.scores(solution), reference)
-
-    curves = [block, *(preconditioned(problem, damped, compare, rank, share) for rank, share in RANKS)]
-    limit = problem.limit * min(point.terms for curve in curves if (point := curve.at_target()))
-    curves += [
-        averaged(problem, damped, compare, spectrum, limit),
-        refined(problem, damped, compare, spectrum, limit),
-        paper(problem, damped, compare, spectrum, limit),
-        auto(problem, damped, compare, spectrum),
-    ]
+    race = Race(problem, damped, spectrum, reference)
+    curves = [block, *(preconditioned(race, rank, share) for rank, share in RANKS)]
+    cheapest = min(point.terms for curve in curves if (point := curve.at_target()))
+    race = replace(race, limit=problem.limit * cheapest)
+    curves += [averaged(race), refined(race), paper(race), auto(race)]
     found = {curve.method: curve for curve in curves}
     single = [point for name, curve in found.items() if name != AUTO and (point := curve.at_target())]
     fewest, fastest = min(point.terms for point in single), min(point.seconds for point in single)
@@ -242,15 +234,18 @@ def compare_solvers(problem: Problem) -> dict[str, Any]:
 
 def marginal(make: Callable[[int], Problem]) -> dict[str, Any]:
     """Seconds of one query and of 32, by what is chosen for each."""
-    seconds, chosen = {}, {}
-    for queries in (1, 32, 1, 32):
-        problem = make(queries)
-        spectrum = estimate_spectrum(problem.gnh, generator=torch.Generator().manual_seed(0))
-        damped = Damped(problem.gnh, spectrum.lambda_max.value / problem.condition_number)
-        curve = auto(problem, damped, lambda _: 1.0, spectrum)
-        seconds[queries] = min(curve.points[0].seconds, seconds.get(queries, float("inf")))
-        chosen[queries] = curve.note
-    return {"name": problem.name, "seconds": seconds, "ratio": seconds[32] / seconds[1], "chosen": chosen}
+    problems = {queries: make(queries) for queries in (1, 32)}
+    gnh, condition_number = problems[1].gnh, problems[1].condition_number
+    spectrum = estimate_spectrum(gnh, generator=torch.Generator().manual_seed(0))
+    damped = Damped(gnh, spectrum.lambda_max.value / condition_number)
+    curves = [(queries, auto(Race(problems[queries], damped, spectrum))) for queries in (1, 32, 1, 32)]
+    seconds = {q: min(curve.points[0].seconds for number, curve in curves if number == q) for q in problems}
+    return {
+        "name": problems[32].name,
+        "seconds": seconds,
+        "ratio": seconds[32] / seconds[1],
+        "chosen": {queries: curve.note for queries, curve in curves},
+    }
 
 
 def _problems(part: str) -> Iterator[Problem]:
