@@ -28,6 +28,7 @@ from whence.reproduce.sentences import PAIRS
 from whence.reproduce.table1 import PRINTED, rounded
 from whence.reproduce.table2 import FROBENIUS
 from whence.reproduce.writing import read
+from whence.similarity import gradient_similarity
 
 # --- arithmetic on what the paper prints -----------------------------------------------------------------
 
@@ -285,6 +286,20 @@ def test_the_papers_profile_runs_on_its_formats(
     assert (results / f"{name}.svg").exists()
     if name == "table1":
         assert [row["name"] for row in found.numbers["rows"]] == [row.name for row in PRINTED]
+
+
+@pytest.mark.filterwarnings("ignore::whence.errors.WhenceWarning")  # tiny random models converge badly
+def test_similarities_stand_in_the_order_of_their_sentences(
+    inputs: Path, results: Path, small_efforts: None
+) -> None:
+    """They are solved for in another order than they are shown in."""
+    (found,) = reproduce("figure3", "paper", results, inputs=inputs)
+    texts = found.numbers["texts"]
+    assert texts == [original for original, _ in PAIRS[:3]] + [rewrite for _, rewrite in PAIRS[:3]]
+    subject = subjects.load_subject("opt-1.3b", inputs=inputs)
+    examples = [{"input_ids": torch.tensor(subject.tokenizer(text)["input_ids"])} for text in texts]
+    expected = gradient_similarity(subject.operator().gradients(examples))
+    torch.testing.assert_close(torch.tensor(found.numbers["gradient"], dtype=torch.float64), expected)
 
 
 # --- bad input -------------------------------------------------------------------------------------------
