@@ -16,7 +16,16 @@ from whence import ConjugateGradient, Damped, Estimate, Lissa, Plan, Refinement,
 from whence.attribution.forecast import count_passes
 from whence.errors import OptionError
 from whence.preconditioners import nystrom
-from whence.solvers.choice import Alternative, Choice, Passes, choose, make_solver, tolerance_for
+from whence.solvers.choice import (
+    Alternative,
+    Choice,
+    Passes,
+    choose,
+    make_solver,
+    relative_error,
+    resolve_accuracy,
+    tolerance_for,
+)
 from whence.solvers.refinement_forecast import cheapest_refinement, refinement_error
 from whence.spectrum import Density
 
@@ -150,6 +159,20 @@ def test_without_a_density_there_are_bounds_to_choose_by() -> None:
     assert all(a.seconds is None for a in choice.alternatives)
     with pytest.raises(OptionError, match="refinement"):
         choice.of("refinement")
+
+
+@pytest.mark.parametrize(
+    ("said", "correlation"), [(0.99, 0.99), ("0.99", 0.99), ("10%", 0.995), (" 20 %", 0.98), ("100%", 0.5)]
+)
+def test_accuracy_as_a_correlation_or_a_relative_error(said: float | str, correlation: float) -> None:
+    assert math.isclose(resolve_accuracy(said), correlation)
+    assert math.isclose(1 - relative_error(correlation) ** 2 / 2, correlation)
+
+
+@pytest.mark.parametrize("said", ["good", "", "0%", "-3%", "120%", "10%%", "10% off", "nan%", "1.5", 0.1])
+def test_what_is_neither(said: float | str) -> None:
+    with pytest.raises(OptionError, match="accuracy is"):
+        resolve_accuracy(said)
 
 
 @pytest.mark.parametrize("accuracy", [0.2, 1.0, math.nan])

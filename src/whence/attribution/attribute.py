@@ -31,6 +31,7 @@ from whence.exhibit import Exhibit
 from whence.gauss_newton import GaussNewton, Product
 from whence.scoring import Method
 from whence.selection import ParameterFilter
+from whence.solvers.choice import resolve_accuracy
 from whence.store import Run
 from whence.store.fingerprint import of_data, of_model, of_value
 from whence.store.run import environment
@@ -53,7 +54,7 @@ def attribute(
     params: ParameterFilter | None = None,
     solver: SolverChoice = "auto",
     product: Product = "auto",
-    accuracy: float = 0.995,
+    accuracy: float | str = 0.995,
     chains: int = 4,
     refine: float | None = None,
     method: Method = "auto",
@@ -92,7 +93,8 @@ def attribute(
             from the measured spectrum; ``"refinement"``: subset solves finished on fresh batches; or a
             `ConjugateGradient`, `Lissa` or `Refinement` of your own.
         product: how Gauss-Newton products are computed; see `GaussNewton`.
-        accuracy: the expected correlation of the scores with the exact damped ones to aim at.
+        accuracy: what to aim at: the expected correlation of the scores with the exact damped ones, or their relative
+            error, as ``"10%"``, which is the same as 0.995.
         chains: LiSSA's independent solves: their mean is the answer, their spread the error bar.
         refine: cost of each chain, as a multiple of the paper's plan; by default what the accuracy needs.
         method: how to score; see `whence.scoring.Scorer`.
@@ -136,7 +138,7 @@ def attribute(
         damping=damping,
         solver=solver,
         product=product,
-        accuracy=accuracy,
+        accuracy=resolve_accuracy(accuracy),
         chains=chains,
         refine=refine,
         method=method,

@@ -25,7 +25,7 @@ from whence.cli.validate import validate_command
 from whence.errors import RunDirectoryError
 from whence.gauss_newton import GaussNewton
 from whence.plan import Plan, check_damping
-from whence.solvers.choice import check_accuracy, choose
+from whence.solvers.choice import choose, resolve_accuracy
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.store.files import read_json, write_json
 
@@ -47,7 +47,12 @@ Refine = Annotated[
     float | None,
     typer.Option(help="Cost of each chain, as a multiple of the paper's plan; what the accuracy needs."),
 ]
-Accuracy = Annotated[float, typer.Option(help="Expected correlation with the exact scores to aim at.")]
+Accuracy = Annotated[
+    str,
+    typer.Option(
+        help="What to aim at: the correlation with the exact scores, or their relative error, as 10%."
+    ),
+]
 Terms = Annotated[int, typer.Option(help="Terms (tokens) of the data that λmax is measured on at most.")]
 
 
@@ -72,7 +77,7 @@ def plan(
     job: Job,
     *,
     damping: Damping = "auto",
-    accuracy: Accuracy = 0.995,
+    accuracy: Accuracy = "0.995",
     chains: Chains = 4,
     refine: Refine = None,
     lanczos_terms: Terms = 4096,
@@ -91,7 +96,7 @@ def plan(
 ) -> None:
     """Measure the spectrum and tell what an attribution will cost in time, memory and disk. Nothing long is run."""
     check_damping(_damping(damping))
-    check_accuracy(accuracy)
+    correlation = resolve_accuracy(accuracy)
     check_figure(figure, damping_sweep)
     shortlist = job.candidates(candidates)
     asked = job.options.queries or job.options.prompt or job.problem.queries
@@ -102,7 +107,7 @@ def plan(
         _damping(damping),
         num_terms=gnh.num_terms,
         queries=queries,
-        accuracy=accuracy,
+        accuracy=correlation,
         chains=chains,
         passes=count_passes(gnh, queries),
         memory_bytes=half_of_memory(gnh.network.device),
@@ -160,7 +165,7 @@ def attribute_command(
         typer.Option(help="Where to write the page; RUN/report.html if there is a run directory."),
     ] = None,
     damping: Damping = "auto",
-    accuracy: Accuracy = 0.995,
+    accuracy: Accuracy = "0.995",
     chains: Chains = 4,
     refine: Refine = None,
     solver: Annotated[
@@ -190,7 +195,7 @@ def attribute_command(
     own = {
         "damping": damping,
         "solver": solver,
-        "accuracy": accuracy,
+        "accuracy": resolve_accuracy(accuracy),
         "sampling": sampling,
         "chains": chains,
         "refine": refine,

@@ -12,7 +12,7 @@ from whence.attribution.forecast import Forecast
 from whence.attribution.sweep import DampingForecast
 from whence.exhibit import Exhibit
 from whence.plan import Plan, format_bytes, format_duration
-from whence.solvers.choice import Choice
+from whence.solvers.choice import Choice, relative_error
 
 __all__ = ["rows_as_json", "show_forecast", "show_plan", "show_result", "show_sweep"]
 
@@ -22,7 +22,10 @@ _WIDTH = 60
 def show_plan(console: Console, plan: Plan, choice: Choice) -> None:
     """The spectrum, the solvers with their predicted costs, and LiSSA's plan."""
     console.print(str(plan.spectrum))
-    console.print(f"\nto reach a correlation of {choice.accuracy:g} with the exact scores:")
+    console.print(
+        f"\nto reach a correlation of {choice.accuracy:g} with the exact scores (errors of "
+        f"{relative_error(choice.accuracy):.2g} of their size):"
+    )
     console.print(str(choice), markup=False, soft_wrap=True)
     console.print("\nLiSSA's plan:")
     console.print(str(plan))

@@ -111,7 +111,7 @@ def _inner_products(
     rows, dots, seconds = [], [], 0.0
     for start in range(0, count, group):
         stop = min(start + group, count)
-        file = path.with_suffix(f".{start}-{stop}.safetensors")
+        file = path.with_name(f"{path.name}.{start}-{stop}.safetensors")
         if not file.exists():
             begun = time.perf_counter()
             gnh = gnh or subject.operator(product="finite-difference")

@@ -40,7 +40,17 @@ from whence.preconditioners import settled_eigenvalues
 from whence.solvers.refinement_forecast import cheapest_refinement
 from whence.spectrum import Spectrum
 
-__all__ = ["NAMES", "Alternative", "Job", "Passes", "SolverName", "check_accuracy", "tolerance_for"]
+__all__ = [
+    "NAMES",
+    "Alternative",
+    "Job",
+    "Passes",
+    "SolverName",
+    "check_accuracy",
+    "relative_error",
+    "resolve_accuracy",
+    "tolerance_for",
+]
 
 SolverName = Literal["cg", "lissa", "refinement"]
 
@@ -136,10 +146,40 @@ def check_accuracy(accuracy: float) -> None:
         )
 
 
+def resolve_accuracy(accuracy: float | str) -> float:
+    """The correlation ρ to reach, given as a number, or as the scores' relative error ε in percent: ``1 - ε²/2``.
+
+    Example:
+        >>> resolve_accuracy("10%")
+        0.995
+    """
+    if not isinstance(accuracy, str):
+        check_accuracy(accuracy)
+        return accuracy
+    number, percent, rest = accuracy.strip().partition("%")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if rest or math.isnan(value) or (percent and not 0 < value <= 100):
+        raise OptionError(
+            f"accuracy is {accuracy!r}; give the correlation with the exact scores to aim at, such as 0.99, or the "
+            "relative error of the scores, above 0% and at most 100%, such as '10%'"
+        )
+    found = 1 - (value / 100) ** 2 / 2 if percent else value
+    check_accuracy(found)
+    return found
+
+
+def relative_error(accuracy: float) -> float:
+    """``ε = √(2(1 - ρ))``: how far off scores of this correlation are, in root mean square of their size."""
+    return math.sqrt(2 * (1 - accuracy))
+
+
 def tolerance_for(accuracy: float) -> float:
     """The certified error, relative to the scores, at which conjugate gradients can be expected to be this accurate."""
     check_accuracy(accuracy)
-    return min(0.9, _CERTIFIED * math.sqrt(2 * (1 - accuracy)))
+    return min(0.9, _CERTIFIED * relative_error(accuracy))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from whence.solvers.alternatives import (
     Passes,
     SolverName,
     check_accuracy,
+    relative_error,
+    resolve_accuracy,
     tolerance_for,
 )
 from whence.solvers.cg import ConjugateGradient
@@ -32,6 +34,8 @@ __all__ = [
     "check_accuracy",
     "choose",
     "make_solver",
+    "relative_error",
+    "resolve_accuracy",
     "tolerance_for",
 ]
 
