@@ -107,7 +107,6 @@ def _inner_products(
     texts = [text for pair in PAIRS for text in pair]
     examples = [{"input_ids": torch.tensor(subject.tokenizer(text)["input_ids"])} for text in texts]
     gnh: GaussNewton | None = None
-    gradients: ParamVector | None = None
     rows, dots, seconds = [], [], 0.0
     for start in range(0, count, group):
         stop = min(start + group, count)
@@ -115,19 +114,18 @@ def _inner_products(
         if not file.exists():
             begun = time.perf_counter()
             gnh = gnh or subject.operator(product="finite-difference")
-            gradients = gradients or gnh.gradients(examples)
-            rhs = ParamVector(
-                {name: tensor[start:stop].clone() for name, tensor in gradients.items()}, columns=stop - start
-            )
+            rhs = gnh.gradients(examples[start:stop])
             plan = Plan.tuned(
                 measured.spectrum, measured.damping, num_terms=gnh.num_terms, chains=chains, refine=1.0
             )
             solution = Lissa(plan).solve(
                 Damped(gnh, measured.damping), rhs, generator=torch.Generator().manual_seed(seed + start)
             )
-            found = torch.stack([chain.gram(gradients) for chain in solution.chains])
+            found = torch.cat(
+                [_with_gradient([*solution.chains, rhs], gnh, example) for example in examples], dim=2
+            )
             took = time.perf_counter() - begun
-            write_tensors(file, {"chains": found, "dots": rhs.gram(gradients)}, {"seconds": took})
+            write_tensors(file, {"chains": found[:-1], "dots": found[-1]}, {"seconds": took})
             del solution, rhs
         tensors, notes = read_tensors(file)
         rows.append(tensors["chains"])
@@ -140,6 +138,12 @@ def _inner_products(
         by_chain[:, originals_first][:, :, originals_first],
         seconds,
     )
+
+
+def _with_gradient(blocks: list[ParamVector], gnh: GaussNewton, example: dict[str, Tensor]) -> Tensor:
+    """Inner products of the blocks' columns with the gradient of one sentence: no more than one is held."""
+    gradient = gnh.gradients([example])
+    return torch.stack([block.gram(gradient) for block in blocks])
 
 
 # --- what the similarities say ---------------------------------------------------------------------------

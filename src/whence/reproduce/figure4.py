@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-#: Realisations at each batch size, and the batch sizes in images or tokens.
+#: Realisations at each batch size, the batch sizes in images or tokens, and how many the top eigenvector is found on.
 _EFFORTS: dict[tuple[Profile, str], tuple[int, tuple[int, ...], int]] = {
     ("quick", "vision"): (60, (8, 16, 32, 64), 512),
     ("quick", "language"): (24, (96, 192, 384, 768), 768),
-    ("offline", "vision"): (100, (25, 50, 100, 200), 1000),
-    ("offline", "language"): (24, (256, 512, 1024, 2048), 1536),
+    ("offline", "vision"): (40, (25, 50, 100, 200), 500),
+    ("offline", "language"): (12, (256, 512, 1024, 2048), 512),
     ("paper", "vision"): (1000, (50, 100, 200, 400), 5000),
     ("paper", "language"): (1000, (512, 1024, 2048, 4096), 12_800),
 }
