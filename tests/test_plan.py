@@ -63,6 +63,14 @@ def spectrum(top: Estimate, trace: Estimate) -> Spectrum:
     return Spectrum(trace=trace, frobenius=Estimate(1.0), lambda_max=top)
 
 
+def test_a_badly_known_top_is_bounded_by_the_frobenius_norm() -> None:
+    known_badly, norm = Estimate(10.0, 20.0), Estimate(12.0, 1.0)
+    plan = Plan.from_spectrum(Spectrum(trace=Estimate(100.0), frobenius=norm, lambda_max=known_badly), 1.0)
+    assert plan.step_size == pytest.approx(1 / (14 + 1))
+    contradictory = Spectrum(trace=Estimate(100.0), frobenius=Estimate(9.0), lambda_max=known_badly)
+    assert Plan.from_spectrum(contradictory, 1.0).step_size == pytest.approx(1 / (50 + 1))
+
+
 def test_uncertainty_moves_the_plan_to_the_stable_side() -> None:
     sure = Plan.from_spectrum(spectrum(Estimate(10.0), Estimate(100.0)), 1.0)
     unsure_top = Plan.from_spectrum(spectrum(Estimate(10.0, 2.0), Estimate(100.0)), 1.0)

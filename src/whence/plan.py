@@ -115,7 +115,7 @@ class Plan:
             raise OptionError(f"damping must be a positive number, got {damping}; λmax/200 is a good start")
         if not 0 < C < math.inf:
             raise OptionError(f"C must be a positive number, got {C}")
-        lambda_max = spectrum.lambda_max.upper(errors)
+        lambda_max = spectrum.largest(errors)
         trace = spectrum.trace.upper(errors)
         if not (lambda_max > 0 and trace > 0):
             raise OptionError(
@@ -178,7 +178,7 @@ class Plan:
         if not 0 < smallest <= 1:
             raise OptionError(f"smallest is {smallest}; an eigenvalue of P⁻¹(H + λ) in (0, 1] is needed")
         plan = cls.from_spectrum(spectrum, smallest, C=spectrum.safe_constant, chains=chains)
-        step = 1 / (spectrum.lambda_max.upper() + 1)
+        step = 1 / (spectrum.largest() + 1)
         plan = plan.replace(step_size=step, num_steps=max(1, _ceil(2 / (smallest * step))))
         return plan if num_terms is None else plan._within(num_terms)
 

@@ -149,7 +149,7 @@ def _smollm2() -> Subject:
     text = enwik8(4_000_000).decode("utf-8", errors="ignore")
     return Subject(
         "SmolLM2-135M-Instruct", "enwik8", "language", model, LanguageModeling(),
-        _cut(tokenizer(text)["input_ids"]), [], inner_parameters(model), "lambda_max/50", tokenizer=tokenizer,
+        _cut(tokenizer(text)["input_ids"]), [], inner_parameters(model), _PAPER_DAMPING, tokenizer=tokenizer,
         note="4-bit weights, dequantised; the text is not what it was trained on, though much of it surely was",
     )  # fmt: skip
 

@@ -170,7 +170,7 @@ def make_solver(
     if chosen.solver == "cg":
         return ConjugateGradient(
             tolerance=tolerance_for(accuracy),
-            largest=spectrum.lambda_max.upper(3.0),
+            largest=spectrum.largest(3.0),
             preconditioner=preconditioner,
             verify=verify,
         )

@@ -74,6 +74,15 @@ class Spectrum:
         )
         return Density(nodes.unsqueeze(0), weights.unsqueeze(0), found=int(found.sum()))
 
+    def largest(self, errors: float = 2.0) -> float:
+        """What λmax is at most, so many standard errors up: its own, or those of ``‖H‖_F ≥ λmax`` where that is less.
+
+        On a subset of heavy-tailed data λmax is known badly, and ‖H‖_F, measured on all of the data, well.
+        """
+        own = self.lambda_max.upper(errors)
+        contradicted = self.frobenius.value < self.lambda_max.value
+        return own if contradicted else min(own, self.frobenius.upper(errors))
+
     @property
     def safe_constant(self) -> float:
         """The C to plan batches with: the paper's 2, or what was measured and its error where that is more."""
