@@ -56,7 +56,7 @@ _NEAR_ZERO = 0.01  # of the largest image's root mean square
 
 CASES = {
     1: "agree",
-    2: "both are near zero",
+    2: "are both near zero",
     3: "are large and do not agree",
 }
 
@@ -108,7 +108,9 @@ def run(
         f"{'' if row['converged'] else ' (its fine-tuning did not converge)'}"
         for row in rows
     )
-    counts = ", ".join(f"{sum(row['case'] == case for row in rows)} {name}" for case, name in CASES.items())
+    counts = ", ".join(
+        f"({case}) {name} for {sum(row['case'] == case for row in rows)}" for case, name in CASES.items()
+    )
     kind = "full batches" if effort.full_batch else "minibatches under LiSSA's plan"
     finding = Finding(
         name="figure1",
@@ -116,8 +118,8 @@ def run(
         claim="With its recommended settings LiSSA approximates the PBRF: over test images the two lie along x = y, "
         "except where both are near zero, or so large that fine-tuning leaves the quadratic approximation's range.",
         measured=f"{subject.name} on {subject.data_name}, λ = {measured.damping:.3g}, {len(chosen)} random training "
-        f"images{_and_heavy(heavy)} × {len(tests)} test images, fine-tuned in float64 by {kind}. {words}. Of the "
-        f"paper's three cases (1: LiSSA and PBRF {CASES[1]}; 2: {CASES[2]}; 3: they {CASES[3]}): {counts}.",
+        f"images{_and_heavy(heavy)} × {len(tests)} test images, fine-tuned in float64 by {kind}. {words}. In "
+        f"the paper's three cases, LiSSA and PBRF {counts}.",
         holds=all(row["case"] != 3 for row in trusted) if trusted else None,
         numbers={"rows": rows, "tests": tests.tolist(), "damping": measured.damping},
         profile=profile,
