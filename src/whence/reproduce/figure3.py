@@ -118,15 +118,12 @@ def _inner_products(
             plan = Plan.tuned(
                 measured.spectrum, measured.damping, num_terms=gnh.num_terms, chains=chains, refine=1.0
             )
-            solution = Lissa(plan).solve(
-                Damped(gnh, measured.damping), rhs, generator=torch.Generator().manual_seed(seed + start)
-            )
-            found = torch.cat(
-                [_with_gradient([*solution.chains, rhs], gnh, example) for example in examples], dim=2
-            )
+            generator = torch.Generator().manual_seed(seed + start)
+            solved = Lissa(plan).run(Damped(gnh, measured.damping), rhs, generator=generator).finished
+            found = torch.cat([_with_gradient([*solved, rhs], gnh, example) for example in examples], dim=2)
             took = time.perf_counter() - begun
             write_tensors(file, {"chains": found[:-1], "dots": found[-1]}, {"seconds": took})
-            del solution, rhs
+            del solved, rhs
         tensors, notes = read_tensors(file)
         rows.append(tensors["chains"])
         dots.append(tensors["dots"])
