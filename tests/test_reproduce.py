@@ -29,7 +29,6 @@ from whence.reproduce.table1 import PRINTED, rounded
 from whence.reproduce.table2 import FROBENIUS
 from whence.reproduce.writing import read
 from whence.similarity import gradient_similarity
-from whence.spectrum import Estimate, Spectrum
 
 # --- arithmetic on what the paper prints -----------------------------------------------------------------
 
@@ -150,29 +149,6 @@ def test_quick_figure_1_agrees_with_fine_tuning(quick: Path) -> None:
     assert all(row["converged"] for row in rows)
     assert min(row["correlation"] for row in rows) > 0.95
     assert all(0.8 < row["slope"] < 1.25 for row in rows)
-
-
-def test_figure_1_adds_images_that_carry_the_curvature(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def image(*arguments: Any) -> dict[str, Any]:
-        asked.append(arguments[4])
-        numbers = dict.fromkeys(("correlation", "slope", "size", "seconds"), 1.0)
-        return {"image": asked[-1], "lissa": [0.0, 1.0], "lissa_stderr": [0.1, 0.1], "pbrf": [0.0, 1.0],
-                "converged": True, **numbers}  # fmt: skip
-
-    monkeypatch.setattr(figure1, "_image", image)
-    monkeypatch.setitem(figure1._EFFORTS, "quick", replace(figure1._EFFORTS["quick"], heavy=2))
-    digits = subjects.load_subject("digits-mlp")
-    few = torch.zeros(len(digits.train)).index_fill(0, torch.tensor([7, 8, 9]), 1 / 3)
-    spectrum = Spectrum(Estimate(1.0), Estimate(1.0), Estimate(1.0))
-    measured = spectra.Measured("MLP", "digits", "vision", "", spectrum, 1400, 0.1, 1.0)
-    found, _ = figure1.run("x", replace(digits, importance=few), measured, "quick", tmp_path)
-    assert len(asked) == 5
-    assert set(asked[3:]) < {7, 8, 9}
-    assert f"and 2 drawn by curvature ({asked[3]}, {asked[4]})" in found.measured
 
 
 def test_quick_figure_2_shows_the_small_batch_behind(quick: Path) -> None:

@@ -43,12 +43,11 @@ class _Effort:
     refine: float
     chains: int  # of LiSSA
     tuning_chains: int  # of the fine-tuning
-    heavy: int = 0  # more images, drawn by curvature, where the model is certain of most
 
 
 _EFFORTS: dict[Profile, _Effort] = {
     "quick": _Effort(images=3, tests=100, full_batch=True, refine=4.0, chains=4, tuning_chains=1),
-    "offline": _Effort(images=5, tests=200, full_batch=False, refine=1.0, chains=2, tuning_chains=1, heavy=2),
+    "offline": _Effort(images=5, tests=200, full_batch=False, refine=1.0, chains=2, tuning_chains=1),
     "paper": _Effort(images=25, tests=500, full_batch=False, refine=1.0, chains=2, tuning_chains=1),
 }
 _AGREES = 0.9
@@ -82,18 +81,12 @@ def run(
         raise OptionError(f"{subject.name} has no test examples; figure 1 needs a vision subject")
     effort = _EFFORTS[profile]
     order = torch.randperm(len(subject.train), generator=torch.Generator().manual_seed(seed))
-    chosen, heavy = order[: effort.images].tolist(), []
-    if subject.importance is not None and effort.heavy:
-        drawn = torch.multinomial(
-            subject.importance, effort.heavy, generator=torch.Generator().manual_seed(seed)
-        )
-        heavy = [image for image in drawn.tolist() if image not in chosen]
     tests = torch.randperm(len(subject.test), generator=torch.Generator().manual_seed(seed + 1))[
         : effort.tests
     ]
     gnh: GaussNewton | None = None
     rows = []
-    for number, image in enumerate(chosen + heavy):
+    for number, image in enumerate(order[: effort.images].tolist()):
         path = directory / "responses" / f"{key}.{image}.json"
         if not path.exists():
             gnh = gnh or subject.operator()
@@ -117,21 +110,15 @@ def run(
         title="Figure 1: LiSSA against the proximal Bregman response",
         claim="With its recommended settings LiSSA approximates the PBRF: over test images the two lie along x = y, "
         "except where both are near zero, or so large that fine-tuning leaves the quadratic approximation's range.",
-        measured=f"{subject.name} on {subject.data_name}, λ = {measured.damping:.3g}, {len(chosen)} random training "
-        f"images{_and_heavy(heavy)} × {len(tests)} test images, fine-tuned in float64 by {kind}. {words}. In "
-        f"the paper's three cases, LiSSA and PBRF {counts}.",
+        measured=f"{subject.name} on {subject.data_name}, λ = {measured.damping:.3g}, {len(rows)} random training "
+        f"images × {len(tests)} test images, fine-tuned in float64 by {kind}. {words}. In the paper's three cases, "
+        f"LiSSA and PBRF {counts}.",
         holds=all(row["case"] != 3 for row in trusted) if trusted else None,
         numbers={"rows": rows, "tests": tests.tolist(), "damping": measured.damping},
         profile=profile,
         seconds=sum(row["seconds"] for row in rows),
     )
     return finding, _draw(rows)
-
-
-def _and_heavy(images: list[int]) -> str:
-    if not images:
-        return ""
-    return f" and {len(images)} drawn by curvature ({', '.join(map(str, images))}), as the model is certain of most,"
 
 
 def _image(
