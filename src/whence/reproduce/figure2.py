@@ -61,13 +61,7 @@ def run(
         write_json(path, _measure(subject, measured, profile, seed))
     numbers = read_json(path)
     large, recommended, small = numbers["settings"]
-    words = "; ".join(
-        f"{row['multiple']:g}× ({row['batch_size']} per step"
-        + (f", mean of {row['runs']} runs" if row["runs"] > 1 else "")
-        + f"): correlation with the solution {row['final']:.3f} after {row['last_step']} steps"
-        + (f", {row['diverged']} of {row['total_runs']} runs diverged" if row["diverged"] else "")
-        for row in numbers["settings"]
-    )
+    words = "; ".join(_outcome(row) for row in numbers["settings"])
     slower = small["diverged"] > 0 or small["final"] < min(large["final"], recommended["final"])
     finding = Finding(
         name="figure2",
@@ -84,6 +78,18 @@ def run(
         seconds=numbers["seconds"],
     )
     return finding, _draw(numbers)
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    """What came of one batch size, in words."""
+    averaged = f", mean of {row['runs']} runs" if row["runs"] > 1 else ""
+    parts = []
+    if row["last_step"]:
+        parts.append(f"correlation with the solution {row['final']:.3f} after {row['last_step']} steps")
+    if row["diverged"]:
+        first = min(row["diverged_at"])
+        parts.append(f"{row['diverged']} of {row['total_runs']} runs diverged, the first at step {first}")
+    return f"{row['multiple']:g}× ({row['batch_size']} per step{averaged}): {', '.join(parts)}"
 
 
 def _measure(subject: Subject, measured: Measured, profile: Profile, seed: int) -> dict[str, Any]:
@@ -216,7 +222,7 @@ def _draw(numbers: dict[str, Any]) -> Figure:
                 [c for _, c in known],
                 "o-",
                 color=COLOURS[k],
-                label=f"{row['multiple']:g}×",
+                label=f"{row['multiple']:g}×" + ("" if known else ", diverged"),
             )
         panels[3].set(xlabel="step", title="Correlation with the solution", ylim=(None, 1.02))
         panels[3].legend()
