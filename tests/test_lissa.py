@@ -6,10 +6,21 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from whence import Damped, Estimate, FiniteSum, Lissa, ParamVector, Plan, Spectrum
+from whence import (
+    Damped,
+    Estimate,
+    FiniteSum,
+    GaussNewton,
+    LanguageModeling,
+    Lissa,
+    ParamVector,
+    Plan,
+    Spectrum,
+)
 from whence.errors import DivergenceError, WhenceWarning
+from whence.solvers.divergence import Divergence, answer
 from whence.solvers.residual import residual_square
 
 DAMPING = 0.2
@@ -31,6 +42,18 @@ def exact_spectrum(H: Tensor) -> Spectrum:
 
 def exact_plan(A: FiniteSum, damping: float = DAMPING, C: float = 2.0) -> Plan:
     return Plan.from_spectrum(exact_spectrum(A.mean.matrix), damping, C=C)
+
+
+class Bigram(nn.Module):
+    """Each token's logits for the next one."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, vocabulary**2).reshape(vocabulary, vocabulary).sin())
+        self.eval()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.table[input_ids]
 
 
 def right_hand_side(n: int = 6) -> ParamVector:
@@ -117,6 +140,21 @@ def test_too_small_a_batch_is_answered_by_a_larger_one_aloud() -> None:
     assert bool(solution.converged)
     assert solution.events
     assert "|B| = " in solution.events[-1]
+
+
+def test_a_larger_batch_is_larger_where_examples_are_drawn_whole() -> None:
+    """Half a passage is drawn as one passage, and so was its double."""
+    train = [{"input_ids": (torch.arange(20) * k) % 17} for k in range(1, 7)]
+    H = GaussNewton(Bigram(17), LanguageModeling(), train)
+    g, spectrum = (
+        H.zeros().randn_like(torch.Generator()),
+        Spectrum(Estimate(1.0), Estimate(1.0), Estimate(1.0)),
+    )
+    plan = Plan.from_spectrum(spectrum, DAMPING).replace(batch_size=10, step_size=1e-6)
+    diverged = Divergence(g, 3, g.norm() / DAMPING, Damped(H, DAMPING), plan)
+    cautious = answer(diverged, Damped(H, DAMPING), plan, attempt=0, recover=True)
+    before, after = (H.sample(p.batch_size, torch.Generator()).num_terms for p in (plan, cautious))
+    assert (before, after) == (19, 38)
 
 
 def test_too_long_a_step_is_answered_by_a_shorter_one_and_the_cause_is_named() -> None:

@@ -94,7 +94,9 @@ def answer(divergence: Divergence, A: Damped, plan: Plan, *, attempt: int, recov
             else f"use batch_size ≥ {2 * plan.batch_size} (measure Ĉ with estimate_spectrum and plan with it)"
         )
         raise DivergenceError(f"{divergence.message} Try: {advice}, or a larger damping.")
-    larger = max(2 * plan.batch_size, plan.smallest_stable_batch)
+    # examples are drawn whole: twice a batch of half a sequence would be the same one sequence
+    drawn = A.sample(plan.batch_size, torch.Generator().manual_seed(divergence.step)).num_terms
+    larger = max(2 * plan.batch_size, 2 * drawn, plan.smallest_stable_batch)
     if not too_long and larger <= A.num_terms:
         return plan.replace(batch_size=larger)
     return plan.replace(step_size=plan.step_size / 2, num_steps=2 * plan.num_steps)
