@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from whence.allocator import half_of_memory
+from whence.allocator import half_of_memory, keep_freed_memory
 from whence.attribution import Attribution, attribute, load
 from whence.attribution.clean_saving import is_cleaning, load_cleaning
 from whence.attribution.forecast import count_passes, forecast
@@ -279,6 +279,7 @@ def demo(
 
 def main() -> None:
     """Entry point."""
+    keep_freed_memory()  # products of one size follow each other for hours
     app()
 
 
