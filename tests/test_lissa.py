@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from whence import (
     Lissa,
     ParamVector,
     Plan,
+    Regression,
     Spectrum,
+    estimate_spectrum,
 )
 from whence.errors import DivergenceError, WhenceWarning
 from whence.solvers.divergence import Divergence, answer
@@ -155,6 +158,29 @@ def test_a_larger_batch_is_larger_where_examples_are_drawn_whole() -> None:
     cautious = answer(diverged, Damped(H, DAMPING), plan, attempt=0, recover=True)
     before, after = (H.sample(p.batch_size, torch.Generator()).num_terms for p in (plan, cautious))
     assert (before, after) == (19, 38)
+
+
+@pytest.mark.parametrize("product", ["exact", "finite-difference"])
+def test_the_example_that_a_batch_was_too_small_for_is_named(product: Any) -> None:
+    """One input is thirty times as long as the others: its batch has a curvature of 900 where the data have 40."""
+    x = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = x / x.norm(dim=1, keepdim=True)
+    x[7] *= 30
+    model = nn.Linear(3, 1, bias=False, dtype=torch.float64).eval()
+    H = GaussNewton(
+        model, Regression(), [(row, torch.zeros(1, dtype=torch.float64)) for row in x], product=product
+    )
+    v = ParamVector({"weight": (x[7] / x[7].norm()).reshape(1, 3)})
+    name, curvature = H.subset(24, torch.Generator().manual_seed(0), distinct=True).heaviest_term(v)
+    alone = GaussNewton(model, Regression(), [(x[7], torch.zeros(1, dtype=torch.float64))]).quadratic_form(v)
+    assert name == "training example 7"
+    assert curvature == pytest.approx(float(alone), rel=1e-6)
+    spectrum = estimate_spectrum(H, generator=torch.Generator().manual_seed(0))
+    plan = Plan.from_spectrum(spectrum, DAMPING).replace(batch_size=1)
+    with pytest.raises(
+        DivergenceError, match=r"too small .* training example 7 alone has a curvature of .*, the data"
+    ):
+        Lissa(plan, recover=False).solve(Damped(H, DAMPING), v, generator=torch.Generator().manual_seed(0))
 
 
 def test_too_long_a_step_is_answered_by_a_shorter_one_and_the_cause_is_named() -> None:

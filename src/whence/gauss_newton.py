@@ -28,10 +28,10 @@ from whence.inspection import (
     why_forward_mode_fails,
 )
 from whence.operators import LinearOperator
-from whence.products.exact import block_tangents, dual_forward, tangent_only
+from whence.products.exact import block_tangents, dual_forward
 from whence.products.finite_difference import FiniteDifferences, StepMemory
 from whence.products.network import Network, Receiver, adding_to
-from whence.sampled import SampledGaussNewton
+from whence.sampled import SampledGaussNewton, curvatures
 from whence.selection import ParameterFilter, select_parameters
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
@@ -277,7 +277,7 @@ class GaussNewton(LinearOperator):
             tangent = self.differences(batch).tangent(base, batch, vector, sign)
             del base
         check_finite(outputs)
-        cotangent = self._curved(outputs, tangent, batch)
+        cotangent = self.curved(outputs, tangent, batch)
         del tangent
         self.network.pull_back(outputs, leaves, cotangent, receive)
 
@@ -298,7 +298,7 @@ class GaussNewton(LinearOperator):
         check_finite(base.outputs)
         for k, vector in enumerate(columns):
             tangent = differences.tangent(base, batch, vector, sign)
-            cotangent = self._curved(base.outputs, tangent, batch)
+            cotangent = self.curved(base.outputs, tangent, batch)
             del tangent
             receive = adding_to(out.column(k), weight)
             last = k == len(columns) - 1
@@ -310,7 +310,7 @@ class GaussNewton(LinearOperator):
         check_finite(outputs)
         start = 0
         for tangents in self.tangents(outputs, batch, block):
-            cotangents = self._curved(outputs, tangents, batch)
+            cotangents = self.curved(outputs, tangents, batch)
             stop = start + len(tangents)
             del tangents
             receive = adding_to(_slice_columns(out, slice(start, stop)), weight)
@@ -341,7 +341,7 @@ class GaussNewton(LinearOperator):
                 self._vectorised, self.loop_reason = False, str(error).strip().partition("\n")[0]
         return self._vectorised
 
-    def _curved(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
+    def curved(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         """``S t``, weighted; tangents may have a leading dimension."""
         product = self.task.hessian_product(outputs.detach(), tangents, batch)
         if batch.weights is not None:
@@ -355,21 +355,12 @@ class GaussNewton(LinearOperator):
         sign: int | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """``vᵀ H̃ v = w Σ_i t_iᵀ S_i t_i`` with ``t = J v``: forwards only, no backward."""
+        """``vᵀ H̃ v = w Σ_i t_iᵀ S_i t_i``."""
         self._check_vector(vector)
-        columns = vector.unstack()
-        total = torch.zeros(len(columns), dtype=torch.float64)
-        for batch in self.terms.batches(positions, self.micro_batch, weights):
-            base = None if self.product == "exact" else self.differences(batch).base(batch, graph=False)
-            for k, column in enumerate(columns):
-                if base is None:
-                    outputs, tangent = tangent_only(self.network, batch, column)
-                else:
-                    outputs = base.outputs
-                    tangent = self.differences(batch).tangent(base, batch, column, sign)
-                check_finite(outputs)
-                curved = self._curved(outputs, tangent, batch)
-                total[k] += float(torch.sum(curved.mul_(tangent), dtype=torch.float64))
+        found = curvatures(self, vector, positions, sign, weights)
+        total = sum(
+            (values.sum(1) for _, values in found), torch.zeros(vector.columns or 1, dtype=torch.float64)
+        )
         total *= self.terms.weight(len(positions))
         return total[0] if vector.columns is None else total
 

@@ -77,6 +77,13 @@ class LinearOperator(ABC):
         """
         return 0.0
 
+    def heaviest_term(self, vector: ParamVector) -> tuple[str, float] | None:
+        """Of an operator that was drawn: the example with the most curvature along ``v``, by name, and how much it has.
+
+        The curvature ``vᵀA_i v`` is that of the operator over this example alone. None where terms have no names.
+        """
+        return None
+
     @property
     def has_factors(self) -> bool:
         """Whether `sample_factor` works."""
@@ -274,3 +281,6 @@ class Damped(LinearOperator):
     @property
     def share_of_whole(self) -> float:
         return self.operator.share_of_whole  # c·λ ≤ λ
+
+    def heaviest_term(self, vector: ParamVector) -> tuple[str, float] | None:
+        return self.operator.heaviest_term(vector)  # without λ

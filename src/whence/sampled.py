@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from whence.inspection import check_finite
 from whence.operators import LinearOperator
+from whence.products.exact import tangent_only
 from whence.vectors import ParamVector
 
 if TYPE_CHECKING:
     from whence.gauss_newton import GaussNewton
 
-__all__ = ["SampledGaussNewton"]
+__all__ = ["SampledGaussNewton", "curvatures"]
 
 
 class SampledGaussNewton(LinearOperator):
@@ -54,3 +58,40 @@ class SampledGaussNewton(LinearOperator):
 
     def quadratic_form(self, vector: ParamVector) -> Tensor:
         return self._parent._quadratic_form(vector, self._positions, self._sign, self._weights)
+
+    def heaviest_term(self, vector: ParamVector) -> tuple[str, float]:
+        parent, name, most = self._parent, "", -1.0
+        weight = parent.terms.weight(1)
+        for indices, values in curvatures(parent, vector, self._positions.unique()):
+            place = int(values[0].argmax())
+            if float(values[0, place]) * weight > most:
+                name, most = f"training example {int(indices[place])}", float(values[0, place]) * weight
+        return name, most
+
+
+def curvatures(
+    parent: GaussNewton,
+    vector: ParamVector,
+    positions: Tensor,
+    sign: int | None = None,
+    weights: Tensor | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """``t_iᵀ S_i t_i`` with ``t = J v`` for every example i, summed over its terms: forwards only, no backward.
+
+    Yields, micro-batch by micro-batch, the examples' indices and their ``[columns, examples]`` in float64.
+    """
+    columns = vector.unstack()
+    for batch in parent.terms.batches(positions, parent.micro_batch, weights):
+        base = None if parent.product == "exact" else parent.differences(batch).base(batch, graph=False)
+        found = []
+        for column in columns:
+            if base is None:
+                outputs, tangent = tangent_only(parent.network, batch, column)
+            else:
+                outputs = base.outputs
+                tangent = parent.differences(batch).tangent(base, batch, column, sign)
+            check_finite(outputs)
+            curved = parent.curved(outputs, tangent, batch).mul_(tangent)
+            found.append(curved.flatten(1).sum(1, dtype=torch.float64).cpu())
+        assert batch.indices is not None  # fetched from the data
+        yield batch.indices.cpu(), torch.stack(found)

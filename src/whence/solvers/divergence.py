@@ -39,7 +39,7 @@ def left_the_ball(iterate: ParamVector, radius: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A path that left the ball: where, when, and under which settings."""
+    """A path that left the ball: where, when, under which settings, and on which batch."""
 
     iterate: ParamVector
     step: int
@@ -47,22 +47,42 @@ class Divergence:
     system: Damped
     plan: Plan
     preconditioner: Preconditioner | None = None
+    batch: Damped | None = None
+
+    @cached_property
+    def _direction(self) -> ParamVector | None:
+        """v, of unit length; None if the path is not finite."""
+        columns = self.iterate.unstack()
+        growth = self.iterate.norm() / self.radius
+        worst = columns[int(growth.reshape(-1).nan_to_num(math.inf).argmax())]
+        return worst.clone().scale_(1 / float(worst.norm())) if worst.is_finite() else None
+
+    @cached_property
+    def _large(self) -> Damped:
+        """The system on a large fresh batch."""
+        terms = min(self.system.num_terms, max(10 * self.plan.batch_size, 1000))
+        return self.system.subset(terms, torch.Generator().manual_seed(self.step), distinct=True)
 
     @cached_property
     def curvature(self) -> float:
         """``vᵀHv + λ`` (or its preconditioned version) along the direction of escape; NaN if the path is not finite."""
-        columns = self.iterate.unstack()
-        growth = self.iterate.norm() / self.radius
-        worst = columns[int(growth.reshape(-1).nan_to_num(math.inf).argmax())]
-        if not worst.is_finite():
+        if (direction := self._direction) is None:
             return math.nan
-        direction = worst.clone().scale_(1 / float(worst.norm()))
-        terms = min(self.system.num_terms, max(10 * self.plan.batch_size, 1000))
-        large = self.system.subset(terms, torch.Generator().manual_seed(self.step))
         if self.preconditioner is None:
-            return float(large.quadratic_form(direction))
-        product = large.matvec(direction)
+            return float(self._large.quadratic_form(direction))
+        product = self._large.matvec(direction)
         return float(product.dot(self.preconditioner.solve(product)) / direction.dot(product))
+
+    @cached_property
+    def _heaviest(self) -> str:
+        """Whose curvature it was: the example of the last batch that has most of it, beside the data."""
+        direction = self._direction
+        found = None if self.batch is None or direction is None else self.batch.heaviest_term(direction)
+        if found is None or direction is None:
+            return ""
+        name, own = found
+        usual = float(self._large.operator.quadratic_form(direction))
+        return f" In the last batch, {name} alone has a curvature of {own:.3g} along the path, the data {usual:.3g}."
 
     @property
     def step_too_long(self) -> bool:
@@ -81,7 +101,7 @@ class Divergence:
                 f"{what} The step η = {self.plan.step_size:.3g} is too long: the curvature along the path, damping "
                 f"included, is {self.curvature:.3g}, the plan assumed λmax = {self.plan.spectrum.lambda_max}."
             )
-        return f"{what} The batch |B| = {self.plan.batch_size:,} is too small for this step."
+        return f"{what} The batch |B| = {self.plan.batch_size:,} is too small for this step.{self._heaviest}"
 
 
 def answer(divergence: Divergence, A: Damped, plan: Plan, *, attempt: int, recover: bool) -> Plan:

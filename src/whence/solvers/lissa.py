@@ -242,7 +242,7 @@ class Lissa(Solver):
                 chain.iterate.axpy_(-plan.step_size, self.preconditioner.solve(residual))
             chain.step += 1
             if left_the_ball(chain.iterate, radius):
-                return Divergence(chain.iterate, chain.step, radius, A, plan, self.preconditioner)
+                return Divergence(chain.iterate, chain.step, radius, A, plan, self.preconditioner, A_t)
             if self.average == "tail" and chain.step > burn_in:
                 chain.average.lerp_(chain.iterate, 1 / (chain.step - burn_in))
             if on_step is not None:
