@@ -53,7 +53,7 @@ def run(
     pairs, group, chains = _EFFORTS[profile]
     texts = [text for column in zip(*PAIRS[:pairs], strict=True) for text in column]
     path = directory / "similarities" / key
-    dots, by_chain, spent = _inner_products(subject, measured, 2 * pairs, group, chains, path, seed)
+    dots, by_chain, spent, batch = _inner_products(subject, measured, 2 * pairs, group, chains, path, seed)
     influence, error = similarity_of_chains(by_chain)
     gradient = cosines(dots)
     tests = {
@@ -70,10 +70,11 @@ def run(
         title="Figure 3: what the inverse Hessian is for",
         claim="Unrelated sentences have a higher gradient similarity than influence similarity, and influence "
         "similarity between a sentence and its rewrite is consistently higher than between unrelated ones.",
-        measured=f"{subject.name}, λ = {measured.damping:.3g}, {pairs} pairs. Between unrelated sentences gradient "
-        f"minus influence similarity is {mean:+.3f} ± {stderr:.3f}. Influence similarity: rewrites {ours.matched:.3f}, "
-        f"unrelated {ours.others:.3f}, {ours.separation:.1f} standard deviations of the unrelated apart; the rewrite "
-        f"is the most similar of all rewrites for {ours.right} of {pairs} originals; p = {ours.p_value:.2g} over "
+        measured=f"{subject.name}, λ = {measured.damping:.3g}, batches of {batch:,} terms, {pairs} pairs. "
+        f"Between unrelated sentences gradient minus influence similarity is {mean:+.3f} ± {stderr:.3f}. "
+        f"Influence similarity: rewrites {ours.matched:.3f}, unrelated {ours.others:.3f}, {ours.separation:.1f} "
+        f"standard deviations of the unrelated apart; the rewrite is the most similar of all rewrites for "
+        f"{ours.right} of {pairs} originals; p = {ours.p_value:.2g} over "
         f"random pairings. Gradient similarity: {theirs.matched:.3f}, {theirs.others:.3f}, {theirs.separation:.1f}, "
         f"{theirs.right} of {pairs}, p = {theirs.p_value:.2g}. Largest standard error of an influence similarity: "
         f"{float(error.max()):.3f}.",
@@ -86,6 +87,7 @@ def run(
             "blocks_of_gradient_minus_influence": blocks,
             "tests": {name: test.__dict__ for name, test in tests.items()},
             "damping": measured.damping,
+            "batch_size": batch,
         },
         profile=profile,
         seconds=spent + time.perf_counter() - started,
@@ -98,16 +100,17 @@ def run(
 
 def _inner_products(
     subject: Subject, measured: Measured, count: int, group: int, chains: int, path: Path, seed: int
-) -> tuple[Tensor, Tensor, float]:
-    """``⟨g_i, g_j⟩`` and, by every chain, ``g_iᵀ(H+λ)⁻¹g_j``; and the seconds spent on them, now and before.
+) -> tuple[Tensor, Tensor, float, int]:
+    """``⟨g_i, g_j⟩`` and, by every chain, ``g_iᵀ(H+λ)⁻¹g_j``; seconds spent on them, now and before; the largest batch.
 
     Of so many sentences, originals first. They are solved for fact by fact, and inner products are taken with all that
-    there are: groups that a run with fewer facts left behind serve one with more.
+    there are: groups that a run with fewer facts left behind serve one with more. A group begins with the batch that
+    the ones before it turned out to need.
     """
     texts = [text for pair in PAIRS for text in pair]
     examples = [{"input_ids": torch.tensor(subject.tokenizer(text)["input_ids"])} for text in texts]
     gnh: GaussNewton | None = None
-    rows, dots, seconds = [], [], 0.0
+    rows, dots, seconds, batch = [], [], 0.0, 1
     for start in range(0, count, group):
         stop = min(start + group, count)
         file = path.with_name(f"{path.name}.{start}-{stop}.safetensors")
@@ -118,22 +121,26 @@ def _inner_products(
             plan = Plan.tuned(
                 measured.spectrum, measured.damping, num_terms=gnh.num_terms, chains=chains, refine=1.0
             )
+            plan = plan.replace(batch_size=max(plan.batch_size, batch))
             generator = torch.Generator().manual_seed(seed + start)
-            solved = Lissa(plan).run(Damped(gnh, measured.damping), rhs, generator=generator).finished
-            found = torch.cat([_with_gradient([*solved, rhs], gnh, example) for example in examples], dim=2)
-            took = time.perf_counter() - begun
-            write_tensors(file, {"chains": found[:-1], "dots": found[-1]}, {"seconds": took})
-            del solved, rhs
+            state = Lissa(plan).run(Damped(gnh, measured.damping), rhs, generator=generator)
+            solved = [*state.finished, rhs]
+            found = torch.cat([_with_gradient(solved, gnh, example) for example in examples], dim=2)
+            notes = {"seconds": time.perf_counter() - begun, "batch_size": state.plan.batch_size}
+            write_tensors(file, {"chains": found[:-1], "dots": found[-1]}, notes)
+            del state, solved, rhs
         tensors, notes = read_tensors(file)
         rows.append(tensors["chains"])
         dots.append(tensors["dots"])
         seconds += notes["seconds"]
+        batch = max(batch, notes["batch_size"])
     originals_first = torch.cat([torch.arange(0, count, 2), torch.arange(1, count, 2)])
     gram, by_chain = torch.cat(dots), torch.cat(rows, dim=1)
     return (
         gram[originals_first][:, originals_first],
         by_chain[:, originals_first][:, :, originals_first],
         seconds,
+        batch,
     )
 
 
