@@ -108,7 +108,14 @@ def _inner_products(
     the ones before it turned out to need.
     """
     texts = [text for pair in PAIRS for text in pair]
-    examples = [{"input_ids": torch.tensor(subject.tokenizer(text)["input_ids"])} for text in texts]
+    examples = [
+        {
+            name: torch.tensor(ids)
+            for name, ids in subject.tokenizer(text).items()
+            if name in ("input_ids", "labels")
+        }
+        for text in texts
+    ]
     gnh: GaussNewton | None = None
     rows, dots, seconds, batch = [], [], 0.0, 1
     for start in range(0, count, group):
