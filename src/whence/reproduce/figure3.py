@@ -133,8 +133,12 @@ def _inner_products(
             state = Lissa(plan).run(Damped(gnh, measured.damping), rhs, generator=generator)
             solved = [*state.finished, rhs]
             found = torch.cat([_with_gradient(solved, gnh, example) for example in examples], dim=2)
-            notes = {"seconds": time.perf_counter() - begun, "batch_size": state.plan.batch_size}
-            write_tensors(file, {"chains": found[:-1], "dots": found[-1]}, notes)
+            took = time.perf_counter() - begun
+            write_tensors(
+                file,
+                {"chains": found[:-1], "dots": found[-1]},
+                {"seconds": took, "batch_size": state.plan.batch_size},
+            )
             del state, solved, rhs
         tensors, notes = read_tensors(file)
         rows.append(tensors["chains"])

@@ -160,7 +160,7 @@ class _Beginning:
     """Texts as the model is used to: a line of their own after the token that texts begin with.
 
     SmolLM2 parks attention on its first token, whose activations grow to a hundred times those of others. A text that
-    begins without that token, or with a word right after it, makes the next token share this role, and in one passage of
+    begins without that token, or with a word right after it, makes the next token share this role; in one passage of
     25 (none after a line break) it does so by half. These have eigenvalues of 5·10³, without the token up to 2·10⁷,
     where all others have 10², and a single one is enough to make a stochastic solve diverge.
 
