@@ -302,6 +302,21 @@ def test_similarities_stand_in_the_order_of_their_sentences(
     torch.testing.assert_close(torch.tensor(found.numbers["gradient"], dtype=torch.float64), expected)
 
 
+def test_passages_begin_on_a_line_of_their_own_that_is_not_predicted() -> None:
+    plain = byte_level()
+    begun = subjects._Beginning(plain)
+    ids = plain("one two three four five six")["input_ids"]
+    assert begun("one") == {
+        "input_ids": [plain.bos_token_id, *plain("\n")["input_ids"], *plain("one")["input_ids"]],
+        "labels": [-100, -100, *plain("one")["input_ids"]],
+    }
+    passages = begun.passages("one two three four five six", 6)
+    assert [passage["labels"][2:].tolist() for passage in passages] == [
+        ids[k : k + 4] for k in range(0, len(ids) - 3, 4)
+    ]
+    assert all(len(passage["input_ids"]) == 6 for passage in passages)
+
+
 # --- bad input -------------------------------------------------------------------------------------------
 
 
