@@ -225,5 +225,5 @@ def _draw(numbers: dict[str, Any]) -> Figure:
                 label=f"{row['multiple']:g}×" + ("" if known else ", diverged"),
             )
         panels[3].set(xlabel="step", title="Correlation with the solution", ylim=(None, 1.02))
-        panels[3].legend()
+        panels[3].legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
     return drawn

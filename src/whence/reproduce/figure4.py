@@ -56,7 +56,8 @@ def run(
         for row in rows
     )
     slopes = all(abs(row["slope"] + 1) <= 3 * row["slope_stderr"] for row in rows)
-    average = all(row["constant"] - 2 * row["constant_stderr"] <= 2 for row in rows)
+    failing = [row["name"] for row in rows if row["constant"] - 2 * row["constant_stderr"] > 2]
+    on_average = f" On average over directions C = 2 fails for {' and '.join(failing)}." if failing else ""
     above = [row["name"] for row in rows if row["top_constant"] - 2 * row["top_constant_stderr"] > 2]
     beyond = (
         f" The condition is an inequality of matrices, though, and along the top eigenvector C = 2 fails for "
@@ -68,10 +69,10 @@ def run(
         name="figure4",
         title="Figure 4: condition C.1",
         claim="The trace of E H̃² - H² falls as 1/|B| and stays below 2·Tr(H)²/|B|, in images and in tokens.",
-        measured=f"{words}. The slope of log trace against log |B| must be -1.{beyond} For independent draws the slope "
-        "is -1 by arithmetic: what it tests is that batches are drawn and products computed without bias or noise of "
-        "their own.",
-        holds=slopes and average,
+        measured=f"{words}. The slope of log trace against log |B| must be -1.{on_average}{beyond} "
+        "For independent draws the slope is -1 by arithmetic: what it tests is that batches are drawn and products "
+        "computed without bias or noise of their own.",
+        holds=slopes and not failing,
         numbers={"rows": rows},
         profile=profile,
         seconds=sum(row["seconds"] for row in rows) + time.perf_counter() - started,

@@ -147,15 +147,22 @@ def _printed(row: Printed) -> dict[str, Any]:
 def _draw(measured: list[Measured], rows: list[dict[str, Any]]) -> Figure:
     with figure(1, 2, width=5.2, height=3.9) as (drawn, (left, right)):
         for k, subject in enumerate(measured):
-            eigenvalues = subject.spectrum.eigenvalues
-            assert eigenvalues is not None
-            kept = eigenvalues[eigenvalues > 0].tolist()
-            left.plot(range(1, len(kept) + 1), kept, "o-", color=COLOURS[k], label=subject.name)
+            density, largest = subject.spectrum.density, subject.spectrum.lambda_max
+            assert density is not None
+            nodes, weights = density.gauss_nodes[0], density.gauss_weights[0]
+            shown = nodes > 1e-3 * largest.value
+            counts, values = weights[shown].cumsum(0).tolist(), nodes[shown].tolist()
+            left.step(counts, values, "o-", where="pre", color=COLOURS[k], label=subject.name)
+            left.errorbar(
+                1, largest.value, 2 * largest.stderr, fmt="*", capsize=3, color=COLOURS[k],
+                label="λmax ± 2 errors" if k == len(measured) - 1 else None,
+            )  # fmt: skip
         left.set(
-            xlabel="rank of the Ritz value",
+            xlabel="eigenvalues that are at least as large",
             ylabel="eigenvalue of H",
+            xscale="log",
             yscale="log",
-            title="Top of the spectrum",
+            title="Spectral density",
         )
         left.legend()
         names = [row["name"] for row in rows] + [f"{p.name} (paper)" for p in PRINTED]
