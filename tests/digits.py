@@ -36,10 +36,13 @@ class Digits:
 
     def exact_scores(self, damping: float) -> Tensor:
         if damping not in self.known_scores:
-            system = self.hessian + damping * torch.eye(len(self.hessian), dtype=torch.float64)
-            solved = torch.cholesky_solve(self.flat_queries.T, torch.linalg.cholesky(system))
-            self.known_scores[damping] = solved.T @ self.flat_train.T
+            self.known_scores[damping] = self.solve(damping, self.flat_queries) @ self.flat_train.T
         return self.known_scores[damping]
+
+    def solve(self, damping: float, rows: Tensor) -> Tensor:
+        """``(H + λ)⁻¹`` times each row, by Cholesky's factorisation in float64."""
+        system = self.hessian + damping * torch.eye(len(self.hessian), dtype=torch.float64)
+        return torch.cholesky_solve(rows.T, torch.linalg.cholesky(system)).T
 
     def train_block(self) -> ParamVector:
         return unflatten(self.flat_train.float(), self.gnh)
