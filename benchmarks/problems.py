@@ -31,6 +31,7 @@ class Problem:
         condition_number: λmax / λ.
         positions: the examples that scores are compared on.
         limit: of a method's cost, in that of the cheapest conjugate gradients.
+        proven: what the reference's error is proven to be at most, relative to the scores.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Problem:
     condition_number: float
     positions: Tensor
     limit: float = 25.0
+    proven: float = 1e-3
 
     def scores(self, solution: ParamVector) -> Tensor:
         """``[queries, examples]``."""
@@ -88,7 +90,9 @@ def llama(condition_number: float, queries: int) -> Problem:
     gnh = GaussNewton(model, LanguageModeling(), train)
     rhs = gnh.gradients([{"input_ids": data[4 * i + 1].input_ids} for i in range(queries)])
     name = f"two-layer Llama, κ = {condition_number:g}, {_queries(queries)}"
-    return Problem(name, gnh, rhs, condition_number, torch.arange(0, len(train), _EVERY), limit=6.0)
+    return Problem(
+        name, gnh, rhs, condition_number, torch.arange(0, len(train), _EVERY), limit=5.0, proven=1e-2
+    )
 
 
 def resnet(condition_number: float, queries: int, images: int) -> Problem:
@@ -98,7 +102,7 @@ def resnet(condition_number: float, queries: int, images: int) -> Problem:
     gnh = GaussNewton(resnet56(), Classification(), train)
     rhs = gnh.gradients([test[i] for i in range(queries)])
     name = f"ResNet-56, {images:,} of its images, κ = {condition_number:g}, {_queries(queries)}"
-    return Problem(name, gnh, rhs, condition_number, torch.arange(0, images, _EVERY), limit=6.0)
+    return Problem(name, gnh, rhs, condition_number, torch.arange(0, images, _EVERY), limit=5.0, proven=1e-2)
 
 
 def _queries(count: int) -> str:
