@@ -75,13 +75,13 @@ def exact_scores_of_digits(model: nn.Module, queries: range, damping: float) -> 
 
 @cache
 def _manual() -> tuple[nn.Module, list[Passage]]:
-    """A small Llama trained on Python's manual, and the passages."""
+    """The demonstration's small Llama, trained on Python's manual, and the passages."""
     from whence.demo.corpus import corpus, passages, train_tokenizer
     from whence.demo.text import train_model
 
     documents = corpus()
     data = passages(documents, train_tokenizer(documents))
-    return train_model(data, epochs=2), data
+    return train_model(data), data
 
 
 def llama(condition_number: float, queries: int) -> Problem:
