@@ -26,7 +26,7 @@ _EFFORTS: dict[tuple[Profile, str], tuple[int, tuple[int, ...], int]] = {
     ("quick", "vision"): (60, (8, 16, 32, 64), 512),
     ("quick", "language"): (24, (96, 192, 384, 768), 768),
     ("offline", "vision"): (24, (25, 50, 100, 200), 500),
-    ("offline", "language"): (8, (256, 512, 1024, 2048), 512),
+    ("offline", "language"): (8, (256, 512, 768, 1024), 512),
     ("paper", "vision"): (1000, (50, 100, 200, 400), 5000),
     ("paper", "language"): (1000, (512, 1024, 2048, 4096), 12_800),
 }
