@@ -274,3 +274,32 @@ def test_a_direction_that_moves_nothing_has_a_zero_product() -> None:
     assert float(gnh.matvec(vector).norm()) == 0.0
     vector["2.bias"].fill_(1.0)
     assert float(gnh.matvec(vector).norm()) <= 1e-8
+
+
+# --- how many examples a pass takes ----------------------------------------------------------------------
+
+
+class _Widened(nn.Module):
+    """One parameter, and as many equal outputs as asked for: large tensors without large weights."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.scale * x[:, :1]).repeat(1, self.outputs)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (_Widened(2**20), 2),  # 4 MiB of outputs an example, 8 MiB of cache
+        (_Widened(2**22), 1),  # no less than one
+        (nn.Linear(3, 2**20), 4),  # every pass goes through 16 MiB of parameters anyhow
+        (nn.Linear(3, 10), 1024),  # small examples: no more than that
+    ],
+)
+def test_a_pass_takes_as_many_examples_as_the_cache_holds(model: nn.Module, expected: int) -> None:
+    data = [(torch.ones(3), torch.tensor(0)) for _ in range(3)]
+    assert GaussNewton(model.eval(), Classification(), data, product="exact").micro_batch == expected

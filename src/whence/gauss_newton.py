@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from whence.data import TermSet
 from whence.errors import DataError, ModelError, OptionError
 from whence.inspection import (
-    activation_bytes,
     check_determinism,
     check_evaluation_mode,
     check_finite,
     check_outputs,
+    fitting_micro_batch,
     why_forward_mode_fails,
 )
 from whence.operators import LinearOperator
@@ -42,7 +42,6 @@ Product = Literal["auto", "exact", "finite-difference"]
 
 #: Activations kept for the backward pass, and tangents of a block, may take about this much memory each.
 ACTIVATION_BUDGET = 512 * 2**20
-_LARGEST_MICRO_BATCH = 1024
 _EXAMPLES_CHECKED = 512
 
 
@@ -97,7 +96,7 @@ class GaussNewton(LinearOperator):
         self.terms.width = check_outputs(self.network, pilot)
         self.terms.look_through(_EXAMPLES_CHECKED)
         check_determinism(self.network, pilot)
-        self.micro_batch = micro_batch or self._fitting_micro_batch(pilot)
+        self.micro_batch = micro_batch or fitting_micro_batch(self.network, pilot, memory=ACTIVATION_BUDGET)
         self._differences: FiniteDifferences | None = None
         self._vectorised: bool | None = None  # whether columns can be vectorised: found out by trying
         #: Why the columns of a block are looped over, where they are.
@@ -105,10 +104,6 @@ class GaussNewton(LinearOperator):
         self.product, self.product_reason = self._choose_product(product, pilot)
 
     # --- construction ------------------------------------------------------------------------------------
-
-    def _fitting_micro_batch(self, pilot: Batch) -> int:
-        per_example = max(activation_bytes(self.network, pilot) / pilot.size, 1.0)
-        return int(min(max(ACTIVATION_BUDGET // per_example, 1), _LARGEST_MICRO_BATCH))
 
     def _choose_product(self, product: Product, pilot: Batch) -> tuple[str, str]:
         if product == "finite-difference":

@@ -15,13 +15,17 @@ from whence.products.network import Network
 from whence.tasks import Batch
 
 __all__ = [
-    "activation_bytes",
     "check_determinism",
     "check_evaluation_mode",
     "check_finite",
     "check_outputs",
+    "fitting_micro_batch",
     "why_forward_mode_fails",
 ]
+
+#: What a tensor may take of a CPU's cache.
+_CACHE = 8 * 2**20
+_LARGEST_MICRO_BATCH = 1024
 
 
 def check_evaluation_mode(model: nn.Module) -> None:
@@ -102,8 +106,28 @@ def check_determinism(network: Network, batch: Batch) -> None:
         )
 
 
-def activation_bytes(network: Network, batch: Batch) -> int:
-    """Bytes that autograd keeps for the backward pass over this batch, parameters not counted."""
+def fitting_micro_batch(network: Network, pilot: Batch, *, memory: int) -> int:
+    """Examples per pass: as many as fit in memory; on a CPU, as few as keep tensors in its cache.
+
+    Work on tensors beyond the cache goes at the memory's speed: on the small Llama of the demonstration, products of a
+    block take a third longer with 289 passages a pass than with 17. But every pass also goes through all parameters, so
+    tensors may be as large as these together.
+
+    Args:
+        network: the model.
+        pilot: some of the longest examples.
+        memory: bytes that autograd may keep for the backward pass.
+    """
+    total, largest = _activation_bytes(network, pilot)
+    fitting = memory * pilot.size / max(total, 1)
+    if network.device.type == "cpu":
+        parameters = sum(p.numel() * p.element_size() for p in network.parameters.values())
+        fitting = min(fitting, max(_CACHE, parameters) * pilot.size / max(largest, 1))
+    return int(min(max(fitting, 1.0), _LARGEST_MICRO_BATCH))
+
+
+def _activation_bytes(network: Network, batch: Batch) -> tuple[int, int]:
+    """Bytes that autograd keeps for the backward pass over this batch, parameters not counted; those of the largest."""
     own = {p.untyped_storage().data_ptr() for p in network.model.parameters()}
     seen: dict[int, int] = {}
 
@@ -115,7 +139,8 @@ def activation_bytes(network: Network, batch: Batch) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         outputs = network.outputs(batch, network.leaves())
-    return sum(seen.values()) + outputs.numel() * outputs.element_size()
+    last = outputs.numel() * outputs.element_size()
+    return sum(seen.values()) + last, max([last, *seen.values()])
 
 
 def why_forward_mode_fails(network: Network, batch: Batch) -> str | None:

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from whence.data import TermSet
 from whence.errors import OptionError
 from whence.inspection import (
-    activation_bytes,
     check_determinism,
     check_evaluation_mode,
     check_finite,
     check_outputs,
+    fitting_micro_batch,
 )
 from whence.products.network import Network, adding_to
 from whence.selection import ParameterFilter, select_parameters
@@ -39,7 +39,6 @@ __all__ = ["BregmanObjective"]
 
 _ACTIVATIONS = 512 * 2**20
 _ANCHORS_KEPT = 256 * 2**20  # bytes of the model's own outputs, kept instead of computed again
-_LARGEST_MICRO_BATCH = 1024
 #: Changes of the outputs (as a part of their scale) among which ε is chosen: where the path is straightest.
 _CHANGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 #: Of the step to start with, what a solution may be in directions of large curvature, where it must be seen too.
@@ -84,9 +83,7 @@ class BregmanObjective:
         pilot = self.widened(self.terms.fetch(self.terms.longest(2)))
         self.terms.width = check_outputs(self.network, pilot)
         check_determinism(self.network, pilot)
-        per_example = max(activation_bytes(self.network, pilot) / pilot.size, 1.0)
-        fitting = int(min(max(_ACTIVATIONS // per_example, 1), _LARGEST_MICRO_BATCH))
-        self.micro_batch = micro_batch or fitting
+        self.micro_batch = micro_batch or fitting_micro_batch(self.network, pilot, memory=_ACTIVATIONS)
         with torch.no_grad():
             width = self.network.outputs(pilot)[0].numel()
         self._keeps_anchors = width * 8 * len(self.terms) <= _ANCHORS_KEPT
