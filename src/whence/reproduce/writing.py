@@ -130,10 +130,10 @@ def _origins(findings: Sequence[Finding], provenances: Mapping[str, Mapping[str,
     for finding in findings:
         if finding.name in provenances:
             together.setdefault(_origin(provenances[finding.name]), []).append(finding.name)
-    total = f"All took {format_duration(sum(finding.seconds for finding in findings))}, added up."
+    shared = "Times include measurements that several findings share."
     if len(together) == 1:
-        return [f"{total} {_escaped(origin)}" for origin in together]
-    return [total, "", *(f"- {', '.join(names)}: {_escaped(origin)}" for origin, names in together.items())]
+        return [f"{shared} {_escaped(origin)}" for origin in together]
+    return [shared, "", *(f"- {', '.join(names)}: {_escaped(origin)}" for origin, names in together.items())]
 
 
 #: Facts about a run that are no version of a package.
