@@ -48,7 +48,6 @@ def run(
     key: str, subject: Subject, measured: Measured, profile: Profile, directory: Path, *, seed: int = 0
 ) -> tuple[Finding, Figure]:
     """The three heat maps and what separates rewrites from unrelated sentences."""
-    started = time.perf_counter()
     pairs, group, chains = _EFFORTS[profile]
     texts = [text for column in zip(*PAIRS[:pairs], strict=True) for text in column]
     path = directory / "similarities" / key
@@ -89,7 +88,7 @@ def run(
             "batch_size": batch,
         },
         profile=profile,
-        seconds=spent + time.perf_counter() - started,
+        seconds=spent,
     )
     return finding, _draw(influence, gradient, blocks, pairs)
 
