@@ -13,6 +13,8 @@ from whence.store.run import environment
 
 __all__ = ["commit", "cpu_name", "provenance"]
 
+_RESULTS = (":(top,exclude)results", ":(top,exclude)benchmarks/results")
+
 
 def provenance(seconds: float) -> dict[str, Any]:
     """Where numbers come from: date, commit, versions, machine, and how long they took."""
@@ -28,14 +30,19 @@ def provenance(seconds: float) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit this file belongs to, marked where tracked files differ from it; None outside a checkout."""
+    """The commit this file belongs to, marked where tracked files differ from it; None outside a checkout.
+
+    Results that are kept beside the code do not count: writing one would mark the next.
+    """
     here = Path(__file__).resolve()
     try:
         # Installed into an environment inside somebody else's checkout, the commit would be theirs.
         _git(here.parent, "ls-files", "--error-unmatch", here.name)
-        return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+        name = _git(here.parent, "describe", "--always", "--abbrev=12", "--exclude=*")
+        changed = _git(here.parent, "status", "--porcelain", "--untracked-files=no", "--", ":/", *_RESULTS)
     except (OSError, subprocess.CalledProcessError):
         return None
+    return f"{name}-dirty" if changed else name
 
 
 def _git(directory: Path, *arguments: str) -> str:
