@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-#: Realisations at each batch size, the batch sizes in images or tokens, and how many the top eigenvector is found on.
+#: Realisations at each batch size, the batch sizes in images or tokens, and how many the top eigenvector is found on;
+#: for subjects of a kind, or for one: those that are small enough to show the slope to a few percent.
 _EFFORTS: dict[tuple[Profile, str], tuple[int, tuple[int, ...], int]] = {
     ("quick", "vision"): (60, (8, 16, 32, 64), 512),
     ("quick", "language"): (24, (96, 192, 384, 768), 768),
     ("offline", "vision"): (24, (25, 50, 100, 200), 500),
     ("offline", "language"): (8, (256, 512, 768, 1024), 512),
+    ("offline", "digits-mlp"): (1000, (8, 16, 32, 64), 512),
+    ("offline", "pydoc-llama"): (200, (96, 192, 384, 768), 768),
     ("paper", "vision"): (1000, (50, 100, 200, 400), 5000),
     ("paper", "language"): (1000, (512, 1024, 2048, 4096), 12_800),
 }
@@ -40,13 +43,13 @@ def run(
     for key in keys:
         path = directory / "conditions" / f"{key}.json"
         if not path.exists():
-            write_json(path, _measure(load(key), profile, seed, uniform=True))
+            write_json(path, _measure(key, load(key), profile, seed, uniform=True))
         rows.append(read_json(path))
     # The condition is about batches drawn uniformly. Where those are too noisy to be used, also those that are.
     for key in [key for key, row in zip(keys, rows, strict=True) if row["certain"]]:
         path = directory / "conditions" / f"{key}.by-curvature.json"
         if not path.exists():
-            write_json(path, _measure(load(key), profile, seed, uniform=False))
+            write_json(path, _measure(key, load(key), profile, seed, uniform=False))
         rows.append(read_json(path))
     words = "; ".join(
         f"{row['name']} on {row['data']}: slope {row['slope']:.3f} ± {row['slope_stderr']:.1g}, Ĉ = "
@@ -79,9 +82,10 @@ def run(
     return finding, _draw(rows)
 
 
-def _measure(subject: Subject, profile: Profile, seed: int, *, uniform: bool) -> dict[str, Any]:
+def _measure(key: str, subject: Subject, profile: Profile, seed: int, *, uniform: bool) -> dict[str, Any]:
     started = time.perf_counter()
-    realisations, sizes, lanczos_terms = _EFFORTS[profile, subject.kind]
+    effort = _EFFORTS.get((profile, key)) or _EFFORTS[profile, subject.kind]
+    realisations, sizes, lanczos_terms = effort
     check = check_condition(
         # products by differences are a third cheaper for a large model, and as noiseless as this needs
         subject.operator(
