@@ -140,7 +140,7 @@ def _draw(rows: list[dict[str, Any]]) -> Figure:
             panel.set(
                 xscale="log", yscale="log", xlabel=f"|B|, {unit}", title=f"{row['name']}, {row['data']}"
             )
-            panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
+            panel.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
             panel.minorticks_off()
             panel.legend()
         panels[0].set_ylabel("trace")
