@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from whence import Classification, ConjugateGradient, Damped, GaussNewton, LanguageModeling, ParamVector
 from whence.demo.corpus import Passage
+from whence.demo.text import EPOCHS
 from whence.scoring import Scorer
 
 __all__ = ["Problem", "digits", "exact_scores_of_digits", "llama", "resnet"]
@@ -74,22 +75,23 @@ def exact_scores_of_digits(model: nn.Module, queries: range, damping: float) -> 
 
 
 @cache
-def _manual() -> tuple[nn.Module, list[Passage]]:
-    """The demonstration's small Llama, trained on Python's manual, and the passages."""
+def _manual(epochs: int) -> tuple[nn.Module, list[Passage]]:
+    """A small Llama trained on Python's manual, and the passages."""
     from whence.demo.corpus import corpus, passages, train_tokenizer
     from whence.demo.text import train_model
 
     documents = corpus()
     data = passages(documents, train_tokenizer(documents))
-    return train_model(data), data
+    return train_model(data, epochs=epochs), data
 
 
-def llama(condition_number: float, queries: int) -> Problem:
-    model, data = _manual()
+def llama(condition_number: float, queries: int, epochs: int = EPOCHS) -> Problem:
+    """By default the demonstration's model; after fewer epochs, one whose passages score nearly alike."""
+    model, data = _manual(epochs)
     train = [{"input_ids": passage.input_ids} for passage in data[::4]]
     gnh = GaussNewton(model, LanguageModeling(), train)
     rhs = gnh.gradients([{"input_ids": data[4 * i + 1].input_ids} for i in range(queries)])
-    name = f"two-layer Llama, κ = {condition_number:g}, {_queries(queries)}"
+    name = f"two-layer Llama, {epochs} epochs, κ = {condition_number:g}, {_queries(queries)}"
     return Problem(
         name, gnh, rhs, condition_number, torch.arange(0, len(train), _EVERY), limit=5.0, proven=1e-2
     )

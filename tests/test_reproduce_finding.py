@@ -112,6 +112,11 @@ def test_a_checkout_of_somebody_else_is_not_the_commit(
     assert provenance(0.0)["commit"] is None
     subprocess.run(["git", "-C", str(tmp_path), "add", "provenance.py"], check=True)
     assert re.fullmatch(r"[0-9a-f]{12}-dirty", provenance(0.0)["commit"])
+    subprocess.run(["git", "-C", str(tmp_path), *identity, "commit", "--quiet", "-m", "file"], check=True)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "kept.json").write_text("{}")
+    subprocess.run(["git", "-C", str(tmp_path), "add", "results"], check=True)
+    assert re.fullmatch(r"[0-9a-f]{12}", provenance(0.0)["commit"])  # results are no change of the code
 
 
 def test_the_same_figure_is_the_same_file(tmp_path: Path) -> None:

@@ -109,8 +109,7 @@ def check_determinism(network: Network, batch: Batch) -> None:
 def fitting_micro_batch(network: Network, pilot: Batch, *, memory: int) -> int:
     """Examples per pass: as many as fit in memory; on a CPU, as few as keep tensors in its cache.
 
-    Work on tensors beyond the cache goes at the memory's speed: on the small Llama of the demonstration, products of a
-    block take a third longer with 289 passages a pass than with 17. But every pass also goes through all parameters, so
+    Work on tensors beyond the cache goes at the memory's speed. But every pass also goes through all parameters, so
     tensors may be as large as these together.
 
     Args:

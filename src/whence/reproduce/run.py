@@ -107,7 +107,7 @@ def _figure3(bench: _Bench) -> Outcome:
 
 def _figure4(bench: _Bench) -> Outcome:
     keys = subjects(bench.profile)
-    if bench.profile == "offline":  # a language model small enough to show the slope exactly
+    if bench.profile == "offline":  # a language model small enough to show the slope to a few percent
         keys = (*keys, *subjects("quick", "language"))
     return figure4.run(keys, bench.subject, bench.profile, bench.work, seed=bench.seed)
 
