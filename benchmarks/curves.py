@@ -19,11 +19,12 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Point:
-    """One effort of one method."""
+    """One effort of one method; ``expected`` is the correlation that the solver itself expects, where it does."""
 
     terms: float
     seconds: float
     correlation: float
+    expected: float | None = None
 
 
 @dataclass

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,8 @@ class Problem:
     Attributes:
         name: for tables.
         gnh: the Gauss-Newton Hessian over the data.
-        rhs: the queries' gradients.
+        queries: what is asked.
+        rhs: their gradients.
         condition_number: λmax / λ.
         positions: the examples that scores are compared on.
         limit: of a method's cost, in that of the cheapest conjugate gradients.
@@ -37,6 +40,7 @@ class Problem:
 
     name: str
     gnh: GaussNewton
+    queries: Sequence[Any]
     rhs: ParamVector
     condition_number: float
     positions: Tensor
@@ -53,9 +57,9 @@ def digits(condition_number: float, queries: int) -> Problem:
 
     data = load_digits_with_flipped_labels()
     gnh = GaussNewton(train_digits(data.train), Classification(), data.train)
-    rhs = gnh.gradients([data.test[i] for i in range(queries)])
+    asked = [data.test[i] for i in range(queries)]
     name = f"digits MLP, κ = {condition_number:g}, {_queries(queries)}"
-    return Problem(name, gnh, rhs, condition_number, torch.arange(len(data.train)))
+    return Problem(name, gnh, asked, gnh.gradients(asked), condition_number, torch.arange(len(data.train)))
 
 
 def exact_scores_of_digits(model: nn.Module, queries: range, damping: float) -> Tensor:
@@ -90,11 +94,9 @@ def llama(condition_number: float, queries: int, epochs: int = EPOCHS) -> Proble
     model, data = _manual(epochs)
     train = [{"input_ids": passage.input_ids} for passage in data[::4]]
     gnh = GaussNewton(model, LanguageModeling(), train)
-    rhs = gnh.gradients([{"input_ids": data[4 * i + 1].input_ids} for i in range(queries)])
+    asked = [{"input_ids": data[4 * i + 1].input_ids} for i in range(queries)]
     name = f"two-layer Llama, {epochs} epochs, κ = {condition_number:g}, {_queries(queries)}"
-    return Problem(
-        name, gnh, rhs, condition_number, torch.arange(0, len(train), _EVERY), limit=5.0, proven=1e-2
-    )
+    return _larger(name, gnh, asked, condition_number)
 
 
 def resnet(condition_number: float, queries: int, images: int) -> Problem:
@@ -102,9 +104,13 @@ def resnet(condition_number: float, queries: int, images: int) -> Problem:
 
     train, test = cifar10("train").select(torch.arange(images)), cifar10("test")
     gnh = GaussNewton(resnet56(), Classification(), train)
-    rhs = gnh.gradients([test[i] for i in range(queries)])
     name = f"ResNet-56, {images:,} of its images, κ = {condition_number:g}, {_queries(queries)}"
-    return Problem(name, gnh, rhs, condition_number, torch.arange(0, images, _EVERY), limit=5.0, proven=1e-2)
+    return _larger(name, gnh, [test[i] for i in range(queries)], condition_number)
+
+
+def _larger(name: str, gnh: GaussNewton, asked: Sequence[Any], condition_number: float) -> Problem:
+    scored = torch.arange(0, len(gnh.terms), _EVERY)
+    return Problem(name, gnh, asked, gnh.gradients(asked), condition_number, scored, limit=5.0, proven=1e-2)
 
 
 def _queries(count: int) -> str:

@@ -31,6 +31,7 @@ from whence.operators import LinearOperator
 from whence.products.exact import block_tangents, dual_forward
 from whence.products.finite_difference import FiniteDifferences, StepMemory
 from whence.products.network import Network, Receiver, adding_to
+from whence.products.slopes import Slopes
 from whence.sampled import SampledGaussNewton, curvatures
 from whence.selection import ParameterFilter, select_parameters
 from whence.tasks import Batch, Task
@@ -142,6 +143,11 @@ class GaussNewton(LinearOperator):
     def matvec(self, vector: ParamVector) -> ParamVector:
         return self._matvec(vector, torch.arange(len(self.terms)))
 
+    def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor]:
+        result, slopes = self.zeros(vector.columns), Slopes(self.terms, vector.columns or 1)
+        self._add_matvec(result, vector, 1.0, torch.arange(len(self.terms)), None, None, slopes)
+        return result, slopes.values
+
     def quadratic_form(self, vector: ParamVector) -> Tensor:
         return self._quadratic_form(vector, torch.arange(len(self.terms)))
 
@@ -249,6 +255,7 @@ class GaussNewton(LinearOperator):
         positions: Tensor,
         sign: int | None,
         weights: Tensor | None,
+        slopes: Slopes | None = None,
     ) -> None:
         """``out += scale · H̃ v``. ``out`` may be ``vector``: added to only once v is no longer needed."""
         self._check_vector(vector)
@@ -258,12 +265,20 @@ class GaussNewton(LinearOperator):
         weight = scale * self.terms.weight(len(positions))
         for batch in self.terms.batches(positions, self.micro_batch, weights):
             if vector.columns is None:
-                self._column_product(batch, vector, sign, adding_to(out, weight))
+                self._column_product(batch, vector, sign, adding_to(out, weight), slopes)
             else:
-                self._block_product(batch, vector, sign, out, weight)
+                self._block_product(batch, vector, sign, out, weight, slopes)
 
-    def _column_product(self, batch: Batch, vector: ParamVector, sign: int | None, receive: Receiver) -> None:
-        """``Jᵀ S J v`` of one micro-batch, for one vector."""
+    def _column_product(
+        self,
+        batch: Batch,
+        vector: ParamVector,
+        sign: int | None,
+        receive: Receiver,
+        slopes: Slopes | None,
+        column: int = 0,
+    ) -> None:
+        """``Jᵀ S J v`` of one micro-batch, for one vector: the block's column of this number."""
         if self.product == "exact":
             outputs, leaves, tangent = dual_forward(self.network, batch, vector)
         else:
@@ -272,40 +287,48 @@ class GaussNewton(LinearOperator):
             tangent = self.differences(batch).tangent(base, batch, vector, sign)
             del base
         check_finite(outputs)
-        cotangent = self.curved(outputs, tangent, batch)
+        cotangent = self._curved(outputs, tangent, batch, slopes, column)
         del tangent
         self.network.pull_back(outputs, leaves, cotangent, receive)
 
     def _block_product(
-        self, batch: Batch, block: ParamVector, sign: int | None, out: ParamVector, weight: float
+        self,
+        batch: Batch,
+        block: ParamVector,
+        sign: int | None,
+        out: ParamVector,
+        weight: float,
+        slopes: Slopes | None,
     ) -> None:
         """The same for several vectors, which share the pass at θ and its graph."""
-        if self.product == "exact" and self.vectorises(batch, block):
-            self._vectorised_product(batch, block, out, weight)
+        if self.product == "exact" and block.columns != 1 and self.vectorises(batch, block):
+            self._vectorised_product(batch, block, out, weight, slopes)
             return
         columns = block.unstack()
         if self.product == "exact":
             for k, vector in enumerate(columns):
-                self._column_product(batch, vector, sign, adding_to(out.column(k), weight))
+                self._column_product(batch, vector, sign, adding_to(out.column(k), weight), slopes, k)
             return
         differences = self.differences(batch)
         base = differences.base(batch, graph=True)
         check_finite(base.outputs)
         for k, vector in enumerate(columns):
             tangent = differences.tangent(base, batch, vector, sign)
-            cotangent = self.curved(base.outputs, tangent, batch)
+            cotangent = self._curved(base.outputs, tangent, batch, slopes, k)
             del tangent
             receive = adding_to(out.column(k), weight)
             last = k == len(columns) - 1
             self.network.pull_back(base.outputs, base.leaves, cotangent, receive, keep_graph=not last)
 
-    def _vectorised_product(self, batch: Batch, block: ParamVector, out: ParamVector, weight: float) -> None:
+    def _vectorised_product(
+        self, batch: Batch, block: ParamVector, out: ParamVector, weight: float, slopes: Slopes | None
+    ) -> None:
         leaves = self.network.leaves()
         outputs = self.network.outputs(batch, leaves)
         check_finite(outputs)
         start = 0
         for tangents in self.tangents(outputs, batch, block):
-            cotangents = self.curved(outputs, tangents, batch)
+            cotangents = self._curved(outputs, tangents, batch, slopes, start)
             stop = start + len(tangents)
             del tangents
             receive = adding_to(_slice_columns(out, slice(start, stop)), weight)
@@ -342,6 +365,14 @@ class GaussNewton(LinearOperator):
         if batch.weights is not None:
             product.mul_(_per_example(batch.weights, product, outputs))
         return product
+
+    def _curved(
+        self, outputs: Tensor, tangents: Tensor, batch: Batch, slopes: Slopes | None, first: int
+    ) -> Tensor:
+        """The same on the way of a product, which may note the examples' slopes along these columns."""
+        if slopes is not None:
+            slopes.note(outputs, tangents, batch, first)
+        return self.curved(outputs, tangents, batch)
 
     def _quadratic_form(
         self,

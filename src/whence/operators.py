@@ -34,6 +34,13 @@ class LinearOperator(ABC):
     def matvec(self, vector: ParamVector) -> ParamVector:
         """``A v``; on a block, ``A v`` for each column."""
 
+    def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor | None]:
+        """``A v``, and ``∇ℓ(z)ᵀv`` of every example z, ``[columns, examples]``, where the product passes by them.
+
+        None where the operator is not made of examples.
+        """
+        return self.matvec(vector), None
+
     def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
         """``out += scale · A v``, where ``out`` may be ``vector`` itself.
 
@@ -253,6 +260,10 @@ class Damped(LinearOperator):
 
     def matvec(self, vector: ParamVector) -> ParamVector:
         return self.operator.matvec(vector).axpy_(self.damping, vector)
+
+    def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor | None]:
+        product, slopes = self.operator.matvec_with_slopes(vector)
+        return product.axpy_(self.damping, vector), slopes
 
     def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
         shrink = 1 + scale * self.damping

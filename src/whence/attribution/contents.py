@@ -87,6 +87,7 @@ def _question(result: Attribution, q: int, confidence: float, shown: int, agreem
         agreement=agreement,
         paths=solve.paths[:, :, q].numpy(),
         proven=_proven(result, q),
+        expected=_expected(result, q),
         parts=_parts(result, q),
     )
 
@@ -97,6 +98,12 @@ def _proven(result: Attribution, q: int) -> float | None:
     if solve.certificate is None or solve.score_rms is None:
         return None
     return float(solve.certificate.upper[q]) / max(float(solve.score_rms[q]), 1e-300)
+
+
+def _expected(result: Attribution, q: int) -> float | None:
+    """What the examples' scores should be off by, where the solver watched them settle."""
+    parts = result.solve.error_parts
+    return None if parts is None or parts.expected is None else float(parts.expected[q])
 
 
 def _parts(result: Attribution, q: int) -> tuple[float, float] | None:

@@ -137,7 +137,12 @@ class Rounds:
             if journal is not None:
                 journal.record(state)
 
-        tighter = replace(solver, tolerance=solver.tolerance * _TIGHTER**self.count)
+        tightened = _TIGHTER**self.count
+        tighter = replace(
+            solver,
+            tolerance=solver.tolerance * tightened,
+            score_error=None if solver.score_error is None else solver.score_error * tightened,
+        )
         solution = tighter.solve(damped, self._rhs, generator=random, state=self._state, on_iteration=keep)
         if journal is not None and self._state is not None:
             journal.record(self._state, now=True)

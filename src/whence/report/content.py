@@ -66,6 +66,7 @@ class Question:
         agreement: mean correlation between the chains' scores, pair by pair; NaN where there is one.
         paths: ``[chains, steps]``: gᵀu along every chain, what the solver's path looked like.
         proven: what a certificate bounds the scores' error by, relative to the scores, in root mean square; or None.
+        expected: what the examples' scores should be off by, relative to their spread; or None.
         parts: what the chains' start has left behind, at most, and what sampling has added, relative to the scores; or
             None.
     """
@@ -85,6 +86,7 @@ class Question:
     agreement: float
     paths: Floats | None = None
     proven: float | None = None
+    expected: float | None = None
     parts: tuple[float, float] | None = None
 
 

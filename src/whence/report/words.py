@@ -112,9 +112,15 @@ def residual(question: Question) -> str:
 def agreement(question: Question) -> str:
     """How alike the chains' scores are, or what is proven of them."""
     if question.proven is not None:
-        return (
+        said = (
             f"Proven: compared with the exact ones, the scores are wrong by at most {percentage(question.proven, 2)} "
-            "of their size, in root mean square over the training data."
+            "of their size, in root mean square over the training data with labels that the model would give."
+        )
+        if question.expected is None or not math.isfinite(question.expected):
+            return said
+        return (
+            f"The scores have settled: going by the solver’s last iterations, those of the training examples should be "
+            f"off by {percentage(question.expected, 2)} of their spread. {said}"
         )
     value = question.agreement
     if not math.isfinite(value):

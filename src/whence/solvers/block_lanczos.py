@@ -56,16 +56,21 @@ class BlockLanczos:
         """T and its eigenvalues are known to the rounding of this; a power of two, so that it seldom changes."""
         return 2.0 ** math.ceil(math.log2(self.norm * self.reach)) if self.norm * self.reach > 0 else 0.0
 
-    def step(self, A: LinearOperator, preconditioner: Preconditioner | None) -> tuple[ParamVector, Tensor]:
+    def step(
+        self, A: LinearOperator, preconditioner: Preconditioner | None, *, slopes: bool = False
+    ) -> tuple[ParamVector, Tensor, Tensor | None]:
         """One product. α and β are added to T.
 
         Returns:
-            The Z_j that was multiplied, and the Gram matrix of what was left out of the next block.
+            The Z_j that was multiplied, the Gram matrix of what was left out of the next block, and, if they are asked
+            for and A has them, the examples' slopes along Z_j.
         """
         V, Z, T = self.current, self.weighted, self.T
         assert V is not None
         assert Z is not None
-        W = finite(A.matvec(Z))
+        product, noted = A.matvec_with_slopes(Z) if slopes else (A.matvec(Z), None)
+        W = finite(product)
+        del product
         before, after = column_dots(Z, Z), column_dots(W, W)
         self.norm = max(self.norm, float((after / before).max()) ** 0.5)
         if preconditioner is not None:
@@ -85,7 +90,7 @@ class BlockLanczos:
         T.below.append(beta)
         self.previous = V
         skew = 0.5 * (alpha - alpha.T)  # by the errors of products; T goes on without it
-        return Z, left_out + skew.T @ skew
+        return Z, left_out + skew.T @ skew, noted
 
 
 def _orthonormal(

@@ -32,9 +32,13 @@ from whence.solvers.certificate import Certificate, cholesky
 from whence.solvers.cg_bounds import ErrorBounds
 from whence.solvers.cg_state import CGState
 from whence.solvers.error_parts import ErrorParts
+from whence.solvers.settling import Settling
 from whence.vectors import ParamVector
 
 __all__ = ["CGState", "ConjugateGradient"]
+
+#: What one of several columns may be off by, in units of the error that is asked of them together.
+_WORST = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +51,15 @@ class ConjugateGradient(Solver):
     relative to the scores. The left side is the proven upper bound; on the right, ``‖u‖²_H = gᵀu - rᵀu - λ‖u‖²`` with
     the residual r.
 
+    The scores of real examples may be right long before, where these are made of many terms; or long after, where the
+    model is sure of their labels, so that they differ from those it would draw. With ``score_error`` their own expected
+    error decides instead; see `whence.solvers.settling`.
+
     Args:
         tolerance: the relative error of the scores, in root mean square, to stop at.
+        score_error: the expected error of the examples' scores, relative to their spread, to stop at in place of the
+            tolerance: in root mean square over columns, none of them twice as far off. None for the tolerance, which
+            also decides where an operator has no examples, and on a subset.
         max_iterations: products to spend at most, one more for a start and one to verify not counted.
         subset: solve on a fixed random subset of so many terms; the certificate is about the subset's solution.
         preconditioner: P ≈ H + λ. Its `smallest` must hold for the operator that is solved with. For a subset drawn
@@ -70,6 +81,7 @@ class ConjugateGradient(Solver):
     """
 
     tolerance: float = 0.1
+    score_error: float | None = None
     max_iterations: int = 100
     subset: int | None = None
     preconditioner: Preconditioner | None = None
@@ -79,6 +91,10 @@ class ConjugateGradient(Solver):
     def __post_init__(self) -> None:
         if not 0 < self.tolerance < math.inf:
             raise OptionError(f"tolerance is {self.tolerance}; give a positive number, such as 0.1")
+        if self.score_error is not None and not 0 < self.score_error < math.inf:
+            raise OptionError(
+                f"score_error is {self.score_error}; give a positive number, such as 0.1, or None"
+            )
         if self.max_iterations < 1:
             raise OptionError(f"max_iterations is {self.max_iterations}; it must be at least 1")
         if self.subset is not None and self.subset < 1:
@@ -141,15 +157,17 @@ class ConjugateGradient(Solver):
     def begin(self, A: Damped, rhs: ParamVector, start: ParamVector | None = None) -> CGState:
         """The state before the first iteration. Costs a product if there is a start."""
         g = as_block(rhs)
-        x, residual = g.zeros_like(), g
+        x, residual, slopes = g.zeros_like(), g, None
         if start is not None:
             x.copy_(as_block(start)).scale_((column_dots(g, g) > 0).double())  # g = 0 has the solution 0
-            residual = finite(A.matvec(x)).scale_(-1.0).axpy_(1.0, g)
+            product, slopes = A.matvec_with_slopes(x) if self._watches else (A.matvec(x), None)
+            residual = finite(product).scale_(-1.0).axpy_(1.0, g)
         lanczos, zeta, left_out = BlockLanczos.begin(residual, self.preconditioner)
         lanczos.norm = 0.0 if self.largest is None else self.largest + A.damping
         state = CGState.begin(x, lanczos, zeta, left_out.diagonal().clamp_min(0.0).sqrt())
         state.trusted = self.preconditioner is None or self.subset is None
         state.products = int(start is not None)
+        state.settling = None if slopes is None else Settling.begin(len(slopes), slopes, slopes)
         zero = torch.zeros_like(state.energy)
         self._bounds(A).after_step(g, state, decrease=zero, length=zero)
         return state
@@ -176,14 +194,24 @@ class ConjugateGradient(Solver):
 
     def done(self, state: CGState) -> bool:
         """Whether the tolerance is met, or no step can help: all that is left is rounding, or A is not positive."""
-        met = bool((state.upper <= self.tolerance * state.score_rms).all())
-        return met or state.rounded or state.lanczos.current is None or state.failed
+        return bool(self._met(state).all()) or state.rounded or state.lanczos.current is None or state.failed
+
+    @property
+    def _watches(self) -> bool:
+        return self.score_error is not None and self.subset is None
+
+    def _met(self, state: CGState) -> Tensor:
+        """Which columns are done: their scores have settled, or where these are not known, are proven right."""
+        if self.score_error is None or state.settling is None:
+            return state.upper <= self.tolerance * state.score_rms
+        error = state.settling.error(state.upper)
+        return (error <= _WORST * self.score_error) & (error.square().mean() <= self.score_error**2)
 
     def _step(self, A: Damped, g: ParamVector, state: CGState) -> None:
-        S, left_out = state.lanczos.step(A, self.preconditioner)
+        S, left_out, slopes = state.lanczos.step(A, self.preconditioner, slopes=self._watches)
         state.products += 1
         T = state.lanczos.T
-        pivot = T.diagonal[-1]
+        pivot, ratio = T.diagonal[-1], None
         if state.pivot is not None and state.direction is not None:
             ratio = torch.cholesky_solve(T.below[-2].T, state.pivot)  # d⁻¹βᵀ
             pivot = pivot - T.below[-2] @ ratio
@@ -197,6 +225,11 @@ class ConjugateGradient(Solver):
         decrease = torch.sum(state.zeta * step, dim=0)
         state.direction, state.pivot, state.zeta = S, factor, -T.below[-1] @ step
         state.left_out = state.left_out + torch.sum(step * (left_out @ step), dim=0).clamp_min(0.0).sqrt()
+        if slopes is not None:
+            if state.iteration == 0 and state.settling is None:
+                state.settling = Settling.begin(len(decrease), slopes)
+            if state.settling is not None:  # else a solve is gone on with that was not watched from its start
+                state.settling.step(slopes, ratio, step, decrease)
         state.iteration += 1
         state.path.append(column_dots(state.iterate, g).tolist())
         length = column_dots(S, S).sqrt() @ step.abs()
@@ -208,10 +241,10 @@ class ConjugateGradient(Solver):
         """The solution, which shares x with the state, and its certificate; with ``verify`` after one more product."""
         g, single = as_block(rhs), rhs.columns is None
         state = replace(state, events=list(state.events), lanczos=replace(state.lanczos))
-        was_met = state.upper <= self.tolerance * state.score_rms
+        was_met = self._met(state)
         if self.verify:
             self._verify(A, g, state)
-        met = state.upper <= self.tolerance * state.score_rms
+        met = self._met(state)
         if bool((was_met & ~met).any()) and not state.failed:
             state.events.append(
                 "The measured residual is larger than the recurrence's: products are inexact, or rounding has added "
@@ -251,6 +284,7 @@ class ConjugateGradient(Solver):
                 ),
                 sampling=columns(others),  # one subset does not tell how another would differ
                 certificate=columns(state.upper / state.score_rms.clamp_min(torch.finfo(torch.float64).tiny)),
+                expected=None if state.settling is None else columns(state.settling.error(state.upper)),
             ),
         )
 

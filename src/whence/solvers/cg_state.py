@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from whence.solvers.block_lanczos import BlockLanczos
+from whence.solvers.settling import Settling
 from whence.vectors import ParamVector
 
 __all__ = ["CGState"]
@@ -41,6 +42,7 @@ class CGState:
         events: what had to be changed, in words.
         operator: what earlier products left behind that later ones depend on.
         generator: state of the generator before it drew the subset.
+        settling: the examples' scores along the way, where the solver watches them.
     """
 
     iterate: ParamVector
@@ -65,6 +67,7 @@ class CGState:
     events: list[str] = field(default_factory=list)
     operator: Mapping[str, float | None] = field(default_factory=dict)
     generator: Tensor | None = None
+    settling: Settling | None = None
 
     @classmethod
     def begin(cls, iterate: ParamVector, lanczos: BlockLanczos, zeta: Tensor, left_out: Tensor) -> CGState:

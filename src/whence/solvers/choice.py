@@ -170,6 +170,7 @@ def make_solver(
     if chosen.solver == "cg":
         return ConjugateGradient(
             tolerance=tolerance_for(accuracy),
+            score_error=relative_error(accuracy),
             largest=spectrum.largest(3.0),
             preconditioner=preconditioner,
             verify=verify,

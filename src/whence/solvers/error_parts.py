@@ -43,17 +43,22 @@ class ErrorParts:
         sampling: standard error of the chains' mean, as their spread shows it.
         certificate: the proven bound of what conjugate gradients left undone: of the solution itself, or of the starts
             that chains went on from, as far as the steps have not forgotten it.
+        expected: not proven, but what the scores of the examples should be off by, in units of their own spread, as the
+            steps of conjugate gradients have shown (`whence.solvers.settling`); None where they were not watched.
     """
 
     bias: Tensor
     sampling: Tensor
     certificate: Tensor
+    expected: Tensor | None = None
 
     def to_json(self) -> dict[str, list[float | None]]:
         """Numbers by name; what is not known is null."""
+        parts = {name: getattr(self, name) for name in ("bias", "sampling", "certificate", "expected")}
         return {
-            name: [x if math.isfinite(x) else None for x in getattr(self, name).reshape(-1).tolist()]
-            for name in ("bias", "sampling", "certificate")
+            name: [x if math.isfinite(x) else None for x in part.reshape(-1).tolist()]
+            for name, part in parts.items()
+            if part is not None
         }
 
     @classmethod

@@ -16,6 +16,7 @@ from torch import Tensor
 from whence.solvers.block_lanczos import BlockLanczos
 from whence.solvers.certificate import BlockTridiagonal
 from whence.solvers.cg_state import CGState
+from whence.solvers.settling import Settling
 from whence.store.files import read_tensors, write_tensors
 from whence.store.journal import pack, unpack
 from whence.vectors import ParamVector
@@ -59,6 +60,11 @@ class CGJournal:
         for kind, blocks in (("diagonal", lanczos.T.diagonal), ("below", lanczos.T.below)):
             tensors |= {f"{kind}/{number}": block for number, block in enumerate(blocks)}
         notes: dict[str, Any] = {name: getattr(state, name) for name in _NUMBERS}
+        settling = state.settling
+        if settling is not None:
+            tensors |= {"settling/scores": settling.scores}
+            tensors |= {} if settling.along is None else {"settling/along": settling.along}
+            notes["settling"] = {"moved": settling.moved, "removed": settling.removed}
         notes |= {"operator": dict(state.operator), "norm": lanczos.norm, "reach": lanczos.reach}
         notes |= {"blocks": [len(lanczos.T.diagonal), len(lanczos.T.below)]}
         notes |= {"weighted": lanczos.weighted is not None}
@@ -94,6 +100,11 @@ class CGJournal:
         )
         rest: dict[str, Any] = {name: notes[name] for name in _NUMBERS}
         rest |= {n.removeprefix(_SMALL): t.cpu() for n, t in tensors.items() if n.startswith(_SMALL)}
+        if "settling" in notes:
+            along = tensors.get("settling/along")
+            rest["settling"] = Settling(
+                tensors["settling/scores"].cpu(), None if along is None else along.cpu(), **notes["settling"]
+            )
         return CGState(iterate=iterate, lanczos=lanczos, direction=vector("direction"), **rest)
 
 

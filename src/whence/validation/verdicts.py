@@ -80,8 +80,13 @@ def solver_check(result: Attribution) -> Check:
         numbers["largest proven error"] = _finite(proven), 0.0
         text = (
             f"For {whose} it converged, and proved it: the scores are within {proven:.1%} of their size of the exact "
-            "ones, in root mean square over the training data."
+            "ones, in root mean square over the training data with labels that the model would give."
         )
+        parts = solve.error_parts
+        if parts is not None and parts.expected is not None:
+            expected = _finite(float(parts.expected.max()))
+            numbers["largest expected error"] = expected, 0.0
+            text += f" Going by its last iterations, scores of the examples are off by {expected:.1%} of their spread."
         return Check("solver", "trust", text + changes, numbers)
     if not agreement >= AGREED:
         text = (
