@@ -4,9 +4,10 @@ Accuracy is the expected correlation ρ of the scores with the exact ones. An er
 mean square, leaves about ``ρ = 1 - ε²/2``. What each solver needs, in terms gone through for all queries together:
 
 *Conjugate gradients* over all n terms: ``n · K``, with the K of `Density.cg_iterations`. Nothing random is left, and K
-falls with the number of queries, which share one Krylov space. They stop when the certified error b, relative to the
-scores, is below 2 ε: b is a bound, and counts directions that no score sees; scores are off by half of it (measured:
-0.4 to 0.6).
+falls with the number of queries, which share one Krylov space. They stop when the examples' scores have settled to ε
+(`whence.solvers.settling`), which cannot be known beforehand. Predicted is when the certified error b, relative to the
+scores, is below 2 ε: b is a bound, and counts directions that no score sees; scores of terms are off by half of it
+(measured: 0.4 to 0.6).
 
 *With a low-rank preconditioner*, K is less, and r products over a part of the terms are more. That pays for a few
 queries and a small λ: a block of many queries finds the top of the spectrum by itself. Nyström's method knows about
