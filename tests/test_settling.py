@@ -227,6 +227,17 @@ def test_without_examples_and_on_subsets_only_the_proof_counts() -> None:
     assert [state.settling for state in states] == [None, None]
 
 
+def test_of_a_few_examples_only_the_proof_counts() -> None:
+    gnh = operator(data=operator().terms.data[:3])
+    solver = ConjugateGradient(tolerance=1e-6, score_error=10.0, verify=False)
+    rhs = gnh.gradients([gnh.terms.data[0]])
+    for start in (None, rhs):
+        solution = solver.solve(Damped(gnh, 0.1), rhs, generator=generator(), start=start)
+        assert solution.score_rms is not None
+        assert solution.certificate is not None
+        assert bool((solution.certificate.upper <= 1e-6 * solution.score_rms).all())
+
+
 def test_a_question_without_a_gradient_is_settled() -> None:
     problem = images(100.0)
     rhs = problem.queries.clone()
@@ -238,13 +249,15 @@ def test_a_question_without_a_gradient_is_settled() -> None:
 
 
 def test_nothing_is_settled_before_the_first_step() -> None:
-    begun = Settling.begin(2, torch.ones(2, 5))
+    begun = Settling.begin(torch.ones(2, 9), columns=2)
+    assert begun is not None
     assert begun.error(torch.ones(2, dtype=DOUBLE)).tolist() == [math.inf, math.inf]
 
 
 def test_of_very_many_examples_some_are_looked_at() -> None:
     slopes = torch.arange(2**18, dtype=DOUBLE).reshape(1, -1)
-    begun = Settling.begin(1, slopes)
+    begun = Settling.begin(slopes, columns=1)
+    assert begun is not None
     begun.step(slopes, None, torch.ones(1, 1, dtype=DOUBLE), torch.ones(1))
     assert begun.scores[0].tolist() == list(range(0, 2**18, 4))
 

@@ -539,3 +539,14 @@ def test_mean_of_vectors() -> None:
     assert float(vectors[0]["x"][0]) == 1.0  # a copy
     with pytest.raises(VectorError, match="empty"):
         ParamVector.mean([])
+
+
+def test_a_part_of_a_block_is_a_view() -> None:
+    block = ParamVector({"x": torch.arange(8.0).reshape(4, 2)}, columns=4)
+    part = block.part(1, 3)
+    assert part.columns == 2
+    part.scale_(0.0)
+    assert block["x"].tolist() == [[0, 1], [0, 0], [0, 0], [6, 7]]
+    assert block.part(3, 9).columns == 1
+    with pytest.raises(VectorError, match="no columns"):
+        block.column(0).part(0, 1)

@@ -331,7 +331,7 @@ class GaussNewton(LinearOperator):
             cotangents = self._curved(outputs, tangents, batch, slopes, start)
             stop = start + len(tangents)
             del tangents
-            receive = adding_to(_slice_columns(out, slice(start, stop)), weight)
+            receive = adding_to(out.part(start, stop), weight)
             keep_graph = stop < (block.columns or 1)
             self.network.pull_back(outputs, leaves, cotangents, receive, keep_graph=keep_graph)
             start = stop
@@ -340,7 +340,7 @@ class GaussNewton(LinearOperator):
         """``J u`` for the columns of a block, ``[columns, *outputs]``, as many at a time as fit in memory."""
         chunk = self._columns_at_once(outputs, block)
         for start in range(0, block.columns or 1, chunk):
-            yield block_tangents(self.network, batch, _slice_columns(block, slice(start, start + chunk)))
+            yield block_tangents(self.network, batch, block.part(start, start + chunk))
 
     def _columns_at_once(self, outputs: Tensor, block: ParamVector) -> int:
         """Columns whose tangents, gradients and activations' tangents fit in the budget."""
@@ -352,7 +352,7 @@ class GaussNewton(LinearOperator):
         """Whether the columns of a block can share one pass: found out by trying, once."""
         if self._vectorised is None:
             try:
-                block_tangents(self.network, batch, _slice_columns(block, slice(0, 1)))
+                block_tangents(self.network, batch, block.part(0, 1))
                 self._vectorised = True
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
                 # Some operation cannot be vectorised. Columns are looped over, which raises anything else again.
@@ -409,8 +409,3 @@ class GaussNewton(LinearOperator):
 def _per_example(weights: Tensor, product: Tensor, outputs: Tensor) -> Tensor:
     """Weights ``[examples]`` in a shape that multiplies outputs, or a stack of such."""
     return weights.to(product.dtype).reshape(-1, *(1,) * (outputs.ndim - 1))
-
-
-def _slice_columns(block: ParamVector, columns: slice) -> ParamVector:
-    part = {name: tensor[columns] for name, tensor in block.items()}
-    return ParamVector(part, columns=next(iter(part.values())).shape[0])

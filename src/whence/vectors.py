@@ -131,6 +131,13 @@ class ParamVector(Mapping[str, Tensor]):
             raise VectorError("this ParamVector is a single vector; it has no columns")
         return ParamVector({name: tensor[index] for name, tensor in self.items()})
 
+    def part(self, start: int, stop: int) -> ParamVector:
+        """The block's columns from start to stop, as a view; fewer where it ends before."""
+        if self._columns is None:
+            raise VectorError("this ParamVector is a single vector; it has no columns")
+        start, stop, _ = slice(start, stop).indices(self._columns)
+        return ParamVector({name: tensor[start:stop] for name, tensor in self.items()}, columns=stop - start)
+
     def unstack(self) -> list[ParamVector]:
         """The block's vectors, as views; a single vector gives a list of itself."""
         return [self] if self._columns is None else [self.column(k) for k in range(self._columns)]

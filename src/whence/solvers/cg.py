@@ -59,7 +59,7 @@ class ConjugateGradient(Solver):
         tolerance: the relative error of the scores, in root mean square, to stop at.
         score_error: the expected error of the examples' scores, relative to their spread, to stop at in place of the
             tolerance: in root mean square over columns, none of them twice as far off. None for the tolerance, which
-            also decides where an operator has no examples, and on a subset.
+            also decides where an operator has no examples, or very few of them, and on a subset.
         max_iterations: products to spend at most, one more for a start and one to verify not counted.
         subset: solve on a fixed random subset of so many terms; the certificate is about the subset's solution.
         preconditioner: P ≈ H + λ. Its `smallest` must hold for the operator that is solved with. For a subset drawn
@@ -167,7 +167,7 @@ class ConjugateGradient(Solver):
         state = CGState.begin(x, lanczos, zeta, left_out.diagonal().clamp_min(0.0).sqrt())
         state.trusted = self.preconditioner is None or self.subset is None
         state.products = int(start is not None)
-        state.settling = None if slopes is None else Settling.begin(len(slopes), slopes, slopes)
+        state.settling = None if slopes is None else Settling.begin(slopes)
         zero = torch.zeros_like(state.energy)
         self._bounds(A).after_step(g, state, decrease=zero, length=zero)
         return state
@@ -227,8 +227,8 @@ class ConjugateGradient(Solver):
         state.left_out = state.left_out + torch.sum(step * (left_out @ step), dim=0).clamp_min(0.0).sqrt()
         if slopes is not None:
             if state.iteration == 0 and state.settling is None:
-                state.settling = Settling.begin(len(decrease), slopes)
-            if state.settling is not None:  # else a solve is gone on with that was not watched from its start
+                state.settling = Settling.begin(slopes, columns=len(decrease))
+            if state.settling is not None:  # else there are too few, or earlier steps were not watched
                 state.settling.step(slopes, ratio, step, decrease)
         state.iteration += 1
         state.path.append(column_dots(state.iterate, g).tolist())
@@ -295,8 +295,8 @@ class ConjugateGradient(Solver):
         probes = [*x.unstack(), *([] if Z is None else Z.unstack())]
         product = finite(A.matvec(ParamVector.stack(probes)))
         state.products += 1
-        residual = _part(product, 0, q).scale_(-1.0).axpy_(1.0, g)
-        curvature = None if Z is None else Z.gram(_part(product, q, len(probes)), exact=True).cpu()
+        residual = product.part(0, q).scale_(-1.0).axpy_(1.0, g)
+        curvature = None if Z is None else Z.gram(product.part(q, len(probes)), exact=True).cpu()
         self._bounds(A).after_measurement(g, state, residual, curvature)
 
     def _bounds(self, A: Damped) -> ErrorBounds:
@@ -334,7 +334,3 @@ class ConjugateGradient(Solver):
         if self.preconditioner is not None:
             said.append("The preconditioner was not made for this subset: the error is bounded by ‖r‖/√λ.")
         return said
-
-
-def _part(block: ParamVector, start: int, stop: int) -> ParamVector:
-    return ParamVector({name: tensor[start:stop] for name, tensor in block.items()}, columns=stop - start)

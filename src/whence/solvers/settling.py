@@ -31,6 +31,8 @@ _STEPS = 3
 #: By how much the product of bound and visibility is too large after 1, 2, 3 and more steps: the first ones after a
 #: preconditioner's good guess are no more visible than what they leave.
 _TOO_LARGE = (1.0, 1.3, 1.6)
+#: Of fewer examples than this, scores have no spread to speak of.
+_FEWEST = 8
 #: Examples that are looked at; of more, every second, third, …
 _EXAMPLES = 2**16
 _TINY = torch.finfo(torch.float64).tiny
@@ -53,10 +55,12 @@ class Settling:
     removed: list[list[float]] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, columns: int, slopes: Tensor, start: Tensor | None = None) -> Settling:
-        """Before the first step, at zero or at a start with these slopes."""
-        scores = torch.zeros(columns, _looked_at(slopes).shape[1], dtype=torch.float64)
-        return cls(scores if start is None else _looked_at(start).clone())
+    def begin(cls, slopes: Tensor, *, columns: int | None = None) -> Settling | None:
+        """At a start with these slopes; or, for so many columns, at zero. None if there are too few examples."""
+        slopes = _looked_at(slopes)
+        if slopes.shape[1] < _FEWEST:
+            return None
+        return cls(slopes.clone() if columns is None else slopes.new_zeros(columns, slopes.shape[1]))
 
     def step(self, slopes: Tensor, ratio: Tensor | None, step: Tensor, removed: Tensor) -> None:
         """After ``S_j = Z_j - S_{j-1}·ratio`` and ``x_j = x_{j-1} + S_j·step``; slopes are those along Z_j."""
