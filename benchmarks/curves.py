@@ -44,9 +44,13 @@ class Curve:
         return terms <= limit
 
     def at_target(self) -> Point | None:
-        """The cheapest effort that is accurate enough."""
-        enough = [point for point in self.points if point.correlation >= TARGET]
-        return min(enough, key=lambda point: point.terms) if enough else None
+        """The cheapest effort from which on this and all dearer ones are accurate enough: no lucky crossing."""
+        found = None
+        for point in sorted(self.points, key=lambda point: -point.terms):
+            if not point.correlation >= TARGET:
+                break
+            found = point
+        return found
 
 
 def correlation(a: Tensor, b: Tensor) -> float:

@@ -19,9 +19,6 @@ from whence.scoring import Scorer
 
 __all__ = ["Problem", "digits", "exact_scores_of_digits", "llama", "resnet"]
 
-#: Of larger models' training examples one in so many is scored, after every iteration: that costs as much as solving.
-_EVERY = 4
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -33,7 +30,6 @@ class Problem:
         queries: what is asked.
         rhs: their gradients.
         condition_number: λmax / λ.
-        positions: the examples that scores are compared on.
         limit: of a method's cost, in that of the cheapest conjugate gradients.
         proven: what the reference's error is proven to be at most, relative to the scores.
     """
@@ -43,13 +39,12 @@ class Problem:
     queries: Sequence[Any]
     rhs: ParamVector
     condition_number: float
-    positions: Tensor
     limit: float = 25.0
     proven: float = 1e-3
 
     def scores(self, solution: ParamVector) -> Tensor:
-        """``[queries, examples]``."""
-        return Scorer(self.gnh, solution).score(self.positions)
+        """Of all examples, ``[queries, examples]``."""
+        return Scorer(self.gnh, solution).score(torch.arange(len(self.gnh.terms)))
 
 
 def digits(condition_number: float, queries: int) -> Problem:
@@ -59,7 +54,7 @@ def digits(condition_number: float, queries: int) -> Problem:
     gnh = GaussNewton(train_digits(data.train), Classification(), data.train)
     asked = [data.test[i] for i in range(queries)]
     name = f"digits MLP, κ = {condition_number:g}, {_queries(queries)}"
-    return Problem(name, gnh, asked, gnh.gradients(asked), condition_number, torch.arange(len(data.train)))
+    return Problem(name, gnh, asked, gnh.gradients(asked), condition_number)
 
 
 def exact_scores_of_digits(model: nn.Module, queries: range, damping: float) -> Tensor:
@@ -109,8 +104,7 @@ def resnet(condition_number: float, queries: int, images: int) -> Problem:
 
 
 def _larger(name: str, gnh: GaussNewton, asked: Sequence[Any], condition_number: float) -> Problem:
-    scored = torch.arange(0, len(gnh.terms), _EVERY)
-    return Problem(name, gnh, asked, gnh.gradients(asked), condition_number, scored, limit=5.0, proven=1e-2)
+    return Problem(name, gnh, asked, gnh.gradients(asked), condition_number, limit=5.0, proven=1e-2)
 
 
 def _queries(count: int) -> str:
