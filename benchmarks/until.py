@@ -7,6 +7,7 @@ best by exact scores, which conjugate gradients in float64 have proven to a mill
 from __future__ import annotations
 
 import argparse
+import json
 import time
 import warnings
 from typing import Any
@@ -16,12 +17,13 @@ from scipy.stats import binomtest
 
 import whence
 from benchmarks.problems import exact_scores_of_digits
-from benchmarks.timing import report, save
+from benchmarks.timing import RESULTS, report, save
 from whence import Classification
 from whence.attribution.stopping import top_is_separated
 from whence.demo.digits import load_digits_with_flipped_labels, train_digits
 from whence.errors import WhenceWarning
 from whence.progress import track
+from whence.reproduce.provenance import commit
 
 #: Solver, λ, accuracy of the first round: LiSSA's cost grows with λmax/λ, so it is asked at a larger λ.
 SETTINGS = (("auto", "auto", 0.995), ("lissa", "lambda_max/20", 0.99), ("refinement", "lambda_max/20", 0.99))
@@ -58,11 +60,26 @@ def runs(solver: Any, damping: str, accuracy: float, count: int) -> dict[str, An
 
 
 def main() -> None:
+    names = [solver for solver, _, _ in SETTINGS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.until", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "solvers", nargs="*", help=f"of {', '.join(names)} (all); the others' results are kept"
+    )
     parser.add_argument("--runs", type=int, default=100, help="seeded runs of each solver (100)")
     options = parser.parse_args()
+    unknown = set(options.solvers) - set(names)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     torch.set_num_threads(1)  # many small products
-    rows = [runs(*settings, options.runs) for settings in SETTINGS]
+    saved = RESULTS / "until.json"
+    rows = (
+        {row["solver"]: row for row in json.loads(saved.read_text())["results"]["rows"]}
+        if saved.exists()
+        else {}
+    )
+    for settings in SETTINGS:
+        if settings[0] in (options.solvers or names):
+            rows[settings[0]] = {**runs(*settings, options.runs), "commit": commit()}
     report(
         'until="top-10 stable" at a confidence of 0.95',
         ("solver", "λ", "stopped with a claim", "right claims", "95% interval"),
@@ -74,10 +91,10 @@ def main() -> None:
                 f"{row['right']} of {row['claimed']}",
                 f"{row['low']:.3f} to {row['high']:.3f}" if row["claimed"] else "",
             )
-            for row in rows
+            for row in rows.values()
         ],
     )
-    save("until", {"rows": rows})
+    save("until", {"rows": list(rows.values())})
 
 
 if __name__ == "__main__":
