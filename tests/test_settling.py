@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 import text
-from digits import correlation
+import whence
+from digits import correlation, load
 from small import DOUBLE, PRODUCTS, Product, evaluated, generator, operator
 from test_refinement import Images, images
 from whence import ConjugateGradient, Damped, Dense, GaussNewton, LanguageModeling, ParamVector, Regression
 from whence.errors import OptionError
 from whence.preconditioners import nystrom
+from whence.report.formatting import percentage
 from whence.scoring import Scorer
 from whence.solvers import CGState, ErrorParts
 from whence.solvers.choice import relative_error, tolerance_for
@@ -293,3 +295,27 @@ def test_a_solve_that_was_not_watched_goes_on_by_its_proof() -> None:
 def test_an_error_that_cannot_be_is_refused(value: float) -> None:
     with pytest.raises(OptionError, match="score_error"):
         ConjugateGradient(score_error=value)
+
+
+# --- what a user sees -----------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_to_expect_and_what_is_proven(tmp_path: Path) -> None:
+    gnh = images(100.0).gnh
+    train, test = load()
+    queries = [test[0], test[1]]
+    model = gnh.network.model
+    result = whence.attribute(model, train, queries, task=whence.Classification(), solver="cg", accuracy=0.99)
+    parts = result.solve.error_parts
+    assert parts is not None
+    assert parts.expected is not None
+    assert float(parts.expected.square().mean()) <= 2 * (1 - 0.99)
+    result.save(tmp_path / "saved")
+    kept = whence.load(tmp_path / "saved").solve.error_parts
+    assert kept is not None
+    assert kept.expected is not None
+    torch.testing.assert_close(kept.expected, parts.expected)
+    result.to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for expected in parts.expected.tolist():
+        assert f"off by {percentage(expected, 2)} of their spread" in page
