@@ -659,3 +659,21 @@ def test_non_finite_examples_are_found_in_inputs_and_targets() -> None:
 def test_regression_needs_a_positive_variance(variance: float) -> None:
     with pytest.raises(OptionError, match=f"variance must be a positive number, got {variance}"):
         Regression(variance=variance)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0], ids=["likely labels", "a label of no chance"])
+@pytest.mark.parametrize("columns", [None, 3])
+def test_derivatives_are_read_off_the_hessian_product(columns: int | None, scale: float) -> None:
+    """Also where the label's probability is too small to divide by, and zero where there is no term."""
+    torch.manual_seed(0)
+    task = LanguageModeling()
+    batch = task.collate([{"input_ids": torch.tensor([1, 2, 3, 4])}, {"input_ids": torch.tensor([4, 0])}])
+    outputs = scale * torch.randn(*batch.targets.shape, 5)
+    tangents = torch.randn(*(() if columns is None else (columns,)), *outputs.shape)
+    product = task.hessian_product(outputs, tangents, batch)
+    found = task.derivatives_beside(outputs, tangents, product, batch)
+    expected = task.loss_derivatives(outputs, tangents, batch)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    smallest = float(torch.exp(-task.losses(outputs, batch)).min())
+    assert (smallest < 1e-25) == (scale > 1)

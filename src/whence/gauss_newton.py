@@ -370,9 +370,10 @@ class GaussNewton(LinearOperator):
         self, outputs: Tensor, tangents: Tensor, batch: Batch, slopes: Slopes | None, first: int
     ) -> Tensor:
         """The same on the way of a product, which may note the examples' slopes along these columns."""
+        product = self.curved(outputs, tangents, batch)
         if slopes is not None:
-            slopes.note(outputs, tangents, batch, first)
-        return self.curved(outputs, tangents, batch)
+            slopes.note(outputs, tangents, product, batch, first)
+        return product
 
     def _quadratic_form(
         self,

@@ -1,7 +1,7 @@
 """`Slopes`: what a Gauss-Newton product learns about the examples on its way.
 
-A product ``Jᵀ S J v`` computes every example's tangent ``t = J v``, and ``⟨∂ℓ/∂h, t⟩ = ∇ℓ(z)ᵀv`` is one more look at
-it: the slope of each example's loss along v, which is its score if v is a solution. No forward has to be run for it.
+A product ``Jᵀ S J v`` computes every example's tangent ``t = J v`` and ``S t``. ``⟨∂ℓ/∂h, t⟩ = ∇ℓ(z)ᵀv`` can be read
+off these: the slope of each example's loss along v, which is its score if v is a solution. No forward is run for it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class Slopes:
         self._terms = terms
         self._rows = torch.zeros(columns, int(terms.indices.max()) + 1, dtype=torch.float64)
 
-    def note(self, outputs: Tensor, tangents: Tensor, batch: Batch, first: int) -> None:
-        """Of a batch: tangents of one column, or ``[k, *outputs]`` of the k columns from the first on."""
+    def note(self, outputs: Tensor, tangents: Tensor, product: Tensor, batch: Batch, first: int) -> None:
+        """Of a batch: t and S t of one column, or ``[k, *outputs]`` of the k columns from the first on."""
         assert batch.indices is not None  # fetched from the set
         task = self._terms.task
         counts = task.num_terms(batch).clamp_min(1)
-        stacked = tangents if tangents.ndim > outputs.ndim else tangents.unsqueeze(0)
-        found = task.loss_derivatives(outputs.detach(), stacked, batch)
-        found = found.reshape(len(stacked), batch.size, -1).sum(2) / counts
+        if tangents.ndim == outputs.ndim:
+            tangents, product = tangents.unsqueeze(0), product.unsqueeze(0)
+        found = task.derivatives_beside(outputs.detach(), tangents, product, batch)
+        found = found.reshape(len(tangents), batch.size, -1).sum(2) / counts
         self._rows[first : first + len(found), batch.indices.cpu()] = found.cpu()
 
     @property

@@ -148,6 +148,10 @@ class Task(ABC):
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         """``S_i t_i`` per term, zero where there is no term. ``tangents`` may have leading dimensions."""
 
+    def derivatives_beside(self, outputs: Tensor, tangents: Tensor, product: Tensor, batch: Batch) -> Tensor:
+        """`loss_derivatives`, where ``S_i t_i`` is there already; subclasses that can read them off that do."""
+        return self.loss_derivatives(outputs, tangents, batch)
+
     def curvature(self, outputs: Tensor, batch: Batch) -> Tensor | None:
         """``Σ_i Tr(S_i)`` over each example's terms, ``[examples]``; None if not available."""
         return None

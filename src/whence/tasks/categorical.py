@@ -22,6 +22,9 @@ __all__ = ["IGNORED", "CategoricalTask"]
 #: The label that marks a position without a term, as in `torch.nn.functional.cross_entropy`.
 IGNORED = -100
 
+#: What is multiplied by a smaller probability than this may lose digits in float32.
+_RESOLVED = 1e-25
+
 
 class CategoricalTask(Task):
     """Cross-entropy of logits ``[..., K]`` against integer targets ``[...]``, `IGNORED` ones left out."""
@@ -93,6 +96,16 @@ class CategoricalTask(Task):
             )
         ignored = batch.targets == IGNORED
         return product.masked_fill_(ignored.unsqueeze(-1), 0.0) if bool(ignored.any()) else product
+
+    def derivatives_beside(self, outputs: Tensor, tangents: Tensor, product: Tensor, batch: Batch) -> Tensor:
+        # (S t)_y = p_y (t_y - ⟨p, t⟩), so ⟨p - e_y, t⟩ = -(S t)_y / p_y: no further pass over the tangents
+        chance = torch.exp(-self.losses(outputs.detach(), batch))
+        if float(chance.min()) < _RESOLVED:
+            return super().derivatives_beside(outputs, tangents, product, batch)
+        ignored = batch.targets == IGNORED
+        labels = batch.targets.masked_fill(ignored, 0).unsqueeze(-1)
+        chosen = product.gather(-1, labels.expand(*product.shape[:-1], 1)).squeeze(-1)
+        return (-chosen.double() / chance.double()).masked_fill_(ignored, 0.0)
 
     def divergence_slope(self, outputs: Tensor, anchor: Tensor, batch: Batch) -> Tensor:
         # p - p' = p' ∘ (exp(log p - log p') - 1). With Δ = h - h', m = ⟨p', Δ⟩ and d = Δ - m, the divergence is
