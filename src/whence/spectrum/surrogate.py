@@ -202,7 +202,7 @@ def _iterations(value: Array, g: Array, damping: float, P: Array, tolerance: flo
     exact = g / A
     scale = np.sum((value / P)[:, None] * exact**2, axis=0)  # ‖u*‖²_H
     u = np.zeros_like(g)
-    residual, factor = np.linalg.qr(g)  # g - Au is residual @ factor throughout
+    residual, factor = _orthonormal(g)  # g - Au is residual @ factor throughout
     direction = residual
     for number in range(1, most + 1):
         product = A * direction
@@ -210,10 +210,22 @@ def _iterations(value: Array, g: Array, damping: float, P: Array, tolerance: flo
         u += direction @ (step @ factor)
         if np.mean(np.sum(A * (u - exact) ** 2, axis=0) / scale) <= tolerance**2:
             return number
-        residual, change = np.linalg.qr(residual - product @ step)
+        residual, change = _orthonormal(residual - product @ step)
         factor = change @ factor
         direction = residual + direction @ change.T
     return None
+
+
+def _orthonormal(block: Array) -> tuple[Array, Array]:
+    """``Q, R`` of a tall block: Cholesky of its Gram matrix, twice for the digits, is many times faster than Householder."""
+    orthonormal, factor = block, np.eye(block.shape[1])
+    try:
+        for _ in range(2):
+            upper = np.linalg.cholesky(orthonormal.T @ orthonormal).T
+            orthonormal, factor = orthonormal @ np.linalg.inv(upper), upper @ factor
+    except np.linalg.LinAlgError:  # columns too nearly dependent for a Gram matrix
+        return np.linalg.qr(block)
+    return orthonormal, factor
 
 
 def check_forecast(

@@ -72,15 +72,16 @@ class CategoricalTask(Task):
         return losses.reshape(batch.targets.shape)
 
     def loss_derivatives(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
-        # ⟨p - e_y, t⟩, in two passes over the logits.
+        # ⟨p - e_y, t⟩ = Σ_{k≠y} p_k t_k - (Σ_{k≠y} p_k) t_y: where the model is nearly certain of y, ⟨p, t⟩ - t_y
+        # would be all rounding. Two passes over the logits.
         ignored = batch.targets == IGNORED
         labels = batch.targets.masked_fill(ignored, 0).unsqueeze(-1)
         dtype = torch.float64 if outputs.dtype == torch.float64 else torch.float32
-        probabilities = outputs.detach().softmax(-1, dtype=dtype)
+        others = outputs.detach().softmax(-1, dtype=dtype).scatter_(-1, labels, 0.0)
         tangents = tangents.to(dtype)
-        expected = torch.linalg.vecdot(probabilities, tangents)
+        expected = torch.linalg.vecdot(others, tangents).double()
         chosen = tangents.gather(-1, labels.expand(*tangents.shape[:-1], 1)).squeeze(-1)
-        derivatives: Tensor = (expected.double() - chosen).masked_fill_(ignored, 0.0)
+        derivatives: Tensor = (expected - others.sum(-1).double() * chosen).masked_fill_(ignored, 0.0)
         return derivatives
 
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
