@@ -286,10 +286,12 @@ _MARGINAL: dict[str, Callable[[int], Problem]] = {
 }
 
 
-def measure(part: str) -> None:
-    """All problems of a part, shown and saved."""
+def measure(part: str, *, only_marginal: bool) -> None:
+    """All problems of a part, shown and saved; or 32 queries against one alone, beside what was saved of the rest."""
     rows = []
-    for problem in _problems(part):
+    if only_marginal:
+        rows = json.loads((RESULTS / f"solvers_{part}.json").read_text())["results"]["rows"]
+    for problem in () if only_marginal else _problems(part):
         rows.append(compare_solvers(problem))
         show(rows[-1])
     margins = [marginal(_MARGINAL[part])] if part in _MARGINAL else []
@@ -313,11 +315,16 @@ def measure(part: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.solvers", description=__doc__.split("\n")[0])
     parser.add_argument("which", nargs="?", default="all", choices=[*PARTS, "all"])
+    parser.add_argument(
+        "--marginal",
+        action="store_true",
+        help="32 queries against one alone; saved results of the rest are kept",
+    )
     options = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(1)
     for part in PARTS if options.which == "all" else (options.which,):
-        measure(part)
+        measure(part, only_marginal=options.marginal)
     found = [RESULTS / f"solvers_{part}.json" for part in PARTS]
     draw([row for path in found if path.exists() for row in json.loads(path.read_text())["results"]["rows"]])
 

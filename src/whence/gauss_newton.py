@@ -44,6 +44,8 @@ Product = Literal["auto", "exact", "finite-difference"]
 #: Activations kept for the backward pass, and tangents of a block, may take about this much memory each.
 ACTIVATION_BUDGET = 512 * 2**20
 _EXAMPLES_CHECKED = 512
+#: Columns from which on a block counts as wide.
+_WIDE = 8
 
 
 class GaussNewton(LinearOperator):
@@ -263,7 +265,7 @@ class GaussNewton(LinearOperator):
             out.axpy_(scale, self._matvec(vector, positions, sign, weights))
             return
         weight = scale * self.terms.weight(len(positions))
-        for batch in self.terms.batches(positions, self.micro_batch, weights):
+        for batch in self.terms.batches(positions, self._examples_at_once(vector), weights):
             if vector.columns is None:
                 self._column_product(batch, vector, sign, adding_to(out, weight), slopes)
             else:
@@ -341,6 +343,11 @@ class GaussNewton(LinearOperator):
         chunk = self._columns_at_once(outputs, block)
         for start in range(0, block.columns or 1, chunk):
             yield block_tangents(self.network, batch, block.part(start, start + chunk))
+
+    def _examples_at_once(self, block: ParamVector) -> int:
+        """Examples per pass: fewer for many columns, whose tangents are beyond a CPU's cache sooner."""
+        wide = self.network.device.type == "cpu" and (block.columns or 1) >= _WIDE
+        return max(1, self.micro_batch // 2) if wide else self.micro_batch
 
     def _columns_at_once(self, outputs: Tensor, block: ParamVector) -> int:
         """Columns whose tangents, gradients and activations' tangents fit in the budget."""
