@@ -217,7 +217,7 @@ def _iterations(value: Array, g: Array, damping: float, P: Array, tolerance: flo
 
 
 def _orthonormal(block: Array) -> tuple[Array, Array]:
-    """``Q, R`` of a tall block: Cholesky of its Gram matrix, twice for the digits, is many times faster than Householder."""
+    """``Q, R`` of a tall block, by Cholesky of its Gram matrix, twice for the digits: much faster than Householder."""
     orthonormal, factor = block, np.eye(block.shape[1])
     try:
         for _ in range(2):
