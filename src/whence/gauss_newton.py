@@ -44,7 +44,7 @@ Product = Literal["auto", "exact", "finite-difference"]
 #: Activations kept for the backward pass, and tangents of a block, may take about this much memory each.
 ACTIVATION_BUDGET = 512 * 2**20
 _EXAMPLES_CHECKED = 512
-#: Columns from which on a block counts as wide.
+#: More columns than this go over fewer examples at once.
 _WIDE = 8
 
 
@@ -346,8 +346,10 @@ class GaussNewton(LinearOperator):
 
     def _examples_at_once(self, block: ParamVector) -> int:
         """Examples per pass: fewer for many columns, whose tangents are beyond a CPU's cache sooner."""
-        wide = self.network.device.type == "cpu" and (block.columns or 1) >= _WIDE
-        return max(1, self.micro_batch // 2) if wide else self.micro_batch
+        columns = block.columns or 1
+        if self.network.device.type != "cpu" or columns <= _WIDE:
+            return self.micro_batch
+        return max(1, self.micro_batch // 4, self.micro_batch * _WIDE // columns)
 
     def _columns_at_once(self, outputs: Tensor, block: ParamVector) -> int:
         """Columns whose tangents, gradients and activations' tangents fit in the budget."""
