@@ -155,7 +155,9 @@ class Attribution:
     def bounds(self) -> Tensor:
         """What no score's error can exceed, ``[queries, train]``: proven, and far wider than `interval`.
 
-        ``|∇ℓ(z)ᵀ(u - u*)| ≤ ‖∇ℓ(z)‖ ‖u - u*‖_A / √λ``. Of solvers with a certificate only.
+        ``|∇ℓ(z)ᵀ(u - u*)| ≤ ‖∇ℓ(z)‖ ‖u - u*‖_A / √λ``. Of solvers with a certificate only. Scores by directional
+        derivatives (`score_method`) know ‖∇ℓ(z)‖ from eight random directions, to about a quarter; ``method="gradients"``
+        knows it exactly.
         """
         if self.solve.certificate is None or self.norms is None:
             raise OptionError(
