@@ -156,8 +156,8 @@ class Attribution:
         """What no score's error can exceed, ``[queries, train]``: proven, and far wider than `interval`.
 
         ``|∇ℓ(z)ᵀ(u - u*)| ≤ ‖∇ℓ(z)‖ ‖u - u*‖_A / √λ``. Of solvers with a certificate only. Scores by directional
-        derivatives (`score_method`) know ‖∇ℓ(z)‖ from eight random directions, to about a quarter; ``method="gradients"``
-        knows it exactly.
+        derivatives (`score_method`) know ‖∇ℓ(z)‖ from eight random directions, to about a quarter; those with
+        ``method="gradients"`` know it exactly.
         """
         if self.solve.certificate is None or self.norms is None:
             raise OptionError(
