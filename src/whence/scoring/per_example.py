@@ -29,7 +29,8 @@ def gradient_products(gnh: GaussNewton, directions: ParamVector, batch: Batch) -
         nonlocal square
         flat = gradient.reshape(-1).to(rows[name].dtype)
         total.add_(torch.mv(rows[name], flat))
-        square += float(torch.dot(flat, flat))
+        # of an example that the model is certain of, squares of entries are below what float32 can hold
+        square += float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
 
     leaves = gnh.network.leaves()
     outputs = gnh.network.outputs(batch, leaves)

@@ -2,6 +2,10 @@
 
 With ``p = softmax(h)``: ``ℓ = -log p_y``, ``S = Diag(p) - p pᵀ``, so ``S t = p ∘ (t - ⟨p, t⟩)``; and with
 ``ŷ ~ p``, ``r = p - e_ŷ`` has ``E[r rᵀ] = S``. All of it costs a few tensors of the logits' size.
+
+A model that is trained to the end is certain of nearly all its data. ``1 - p_y`` may be 1e-12 there, and is all that an
+example's gradient is made of; next to 1 it has no digits in float32. So nothing here subtracts a probability from 1, or
+two nearly equal numbers that are weighted by one: what the label's entry is, follows from those of all the others.
 """
 
 from __future__ import annotations
@@ -65,11 +69,15 @@ class CategoricalTask(Task):
         return min(1.0, super().output_scale(outputs))
 
     def losses(self, outputs: Tensor, batch: Batch) -> Tensor:
-        rows = outputs.reshape(-1, outputs.shape[-1])
-        if rows.dtype in (torch.float16, torch.bfloat16):
-            rows = rows.float()
-        losses = F.cross_entropy(rows, batch.targets.reshape(-1), ignore_index=IGNORED, reduction="none")
-        return losses.reshape(batch.targets.shape)
+        # -log p_y = log(1 + eᵃ), with a the log-odds of all other classes together against y. `F.cross_entropy` has the
+        # gradient p_y - 1; this one's is -Σ_{k≠y} p_k.
+        if outputs.dtype in (torch.float16, torch.bfloat16):
+            outputs = outputs.float()
+        ignored = batch.targets == IGNORED
+        labels = batch.targets.masked_fill(ignored, 0).unsqueeze(-1)
+        others = outputs.scatter(-1, labels, -torch.inf).logsumexp(-1)
+        against = others - outputs.gather(-1, labels).squeeze(-1)
+        return F.softplus(against, threshold=40.0).masked_fill(ignored, 0.0)  # beyond it the 1 is below the rounding
 
     def loss_derivatives(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         # ⟨p - e_y, t⟩ = Σ_{k≠y} p_k t_k - (Σ_{k≠y} p_k) t_y: where the model is nearly certain of y, ⟨p, t⟩ - t_y
@@ -85,8 +93,11 @@ class CategoricalTask(Task):
         return derivatives
 
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
-        # S is the Jacobian of the softmax, so its fused derivative is the product: one pass over the logits.
+        # S is the Jacobian of the softmax, so its fused derivative is the product: one pass over the logits. S sees no
+        # constant: with tangents as seen from the likeliest class's, ⟨p, t⟩ keeps its digits where p is all there.
         dtype = torch.float64 if outputs.dtype == torch.float64 else torch.float32
+        likeliest = outputs.argmax(-1, keepdim=True).expand(*tangents.shape[:-1], 1)
+        tangents = tangents - tangents.gather(-1, likeliest)
         with torch.enable_grad():
             logits = outputs.detach().to(dtype).requires_grad_()
             (product,) = torch.autograd.grad(

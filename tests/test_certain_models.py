@@ -1,0 +1,130 @@
+"""A model that is certain of its data: ``1 - p_y`` is below the rounding of 1, and gradients are made of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from whence import Classification, GaussNewton, LanguageModeling, ParamVector
+from whence.scoring import Scorer
+from whence.tasks import Batch, Task
+
+#: Logits of four classes, whose likeliest is the label in all rows but the last: p is 1 - 1e-9, 1 - 1e-10, 1 - 1e-16.
+OUTPUTS = torch.tensor(
+    [[1.0, -2.0, 22.0, 0.5], [25.0, 3.0, -1.0, 2.0], [-3.0, 34.0, -2.0, -4.0], [24, 1.0, 2.0, 0.0]]
+)
+LABELS = torch.tensor([2, 0, 1, 3])
+TANGENTS = torch.tensor(
+    [[0.3, -1.1, 0.7, 0.2], [1.4, 0.1, -0.6, 0.9], [-0.2, 5.0, 0.4, 0.3], [0.1, -2.0, 0.8, 0.5]]
+)
+TASKS = [
+    pytest.param(Classification(), (4,), id="classification"),
+    pytest.param(LanguageModeling(), (2, 2), id="language modelling"),
+]
+DIGITS = {"rtol": 1e-5, "atol": 0.0}
+
+
+def in_both_precisions(lead: tuple[int, ...]) -> tuple[Batch, list[tuple[Tensor, Tensor]]]:
+    outputs, tangents = OUTPUTS.reshape(*lead, 4), TANGENTS.reshape(*lead, 4)
+    return Batch((), {}, LABELS.reshape(lead)), [(outputs, tangents), (outputs.double(), tangents.double())]
+
+
+@pytest.mark.parametrize(("task", "lead"), TASKS)
+def test_losses_and_their_gradients(task: Task, lead: tuple[int, ...]) -> None:
+    batch, both = in_both_precisions(lead)
+    found = []
+    for outputs, _ in both:
+        leaf = outputs.clone().requires_grad_()
+        losses = task.losses(leaf, batch)
+        found.append((losses.detach().double(), torch.autograd.grad(losses.sum(), leaf)[0].double()))
+    (losses, slopes), (exact, exact_slopes) = found
+    assert float(exact.min()) < 1e-15
+    torch.testing.assert_close(losses, exact, **DIGITS)
+    torch.testing.assert_close(slopes, exact_slopes, **DIGITS)
+
+
+@pytest.mark.parametrize("way", ["loss_derivatives", "hessian_product", "derivatives_beside"])
+@pytest.mark.parametrize(("task", "lead"), TASKS)
+def test_derivatives_along_tangents(task: Task, lead: tuple[int, ...], way: str) -> None:
+    batch, both = in_both_precisions(lead)
+
+    def compute(outputs: Tensor, tangents: Tensor) -> Tensor:
+        if way == "loss_derivatives":
+            return task.loss_derivatives(outputs, tangents, batch)
+        product = task.hessian_product(outputs, tangents, batch)
+        return (
+            product.double()
+            if way == "hessian_product"
+            else task.derivatives_beside(outputs, tangents, product, batch)
+        )
+
+    found, exact = (compute(*precision) for precision in both)
+    assert float(exact.abs().min()) < 1e-14
+    torch.testing.assert_close(found, exact, **DIGITS)
+
+
+class Sure(nn.Module):
+    """Three classes, of which the answer is always the first coordinate's sign, and beyond doubt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(2, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sure: Tensor = 12 * torch.stack([x[:, 0], -x[:, 0], torch.zeros(len(x)).to(x)], 1)
+        return sure + self.out(self.hidden(x).tanh())
+
+
+def problem() -> tuple[Sure, list[tuple[Tensor, int]]]:
+    torch.manual_seed(0)
+    model = Sure().eval()
+    points = torch.randn(12, 2)
+    points[:, 0] = points[:, 0].sign() * torch.linspace(0.8, 2.6, 12)
+    return model, [(point, 0 if point[0] > 0 else 1) for point in points]
+
+
+@pytest.mark.parametrize(
+    ("product", "method", "digits"),
+    [
+        ("exact", "directional", 1e-4),
+        ("exact", "gradients", 1e-4),
+        ("finite-difference", "directional", 5e-2),
+    ],
+)
+def test_scores_of_examples(product: str, method: str, digits: float) -> None:
+    """In float32 as in float64, relative to each score's own size; and the lengths of their gradients."""
+    model, data = problem()
+    wide = [(x.double(), y) for x, y in data]
+    reference = GaussNewton(copy.deepcopy(model).double(), Classification(), wide)
+    gnh = GaussNewton(model, Classification(), data, product=product)  # type: ignore[arg-type]
+    along = gnh.zeros(2).randn_like(torch.Generator().manual_seed(1))
+    exactly = ParamVector({name: tensor.double() for name, tensor in along.items()}, columns=2)
+    exact, lengths = Scorer(reference, exactly, method="gradients", norms=True).score_with_norms(
+        torch.arange(12)
+    )
+    found, measured = Scorer(gnh, along, method=method, norms=True).score_with_norms(torch.arange(12))  # type: ignore[arg-type]
+    assert float(lengths.min()) < 1e-12
+    torch.testing.assert_close(found, exact, rtol=digits, atol=digits * 1e-3 * float(lengths.min()))
+    # directional derivatives know lengths from eight random directions
+    torch.testing.assert_close(measured, lengths, rtol=1e-4 if method == "gradients" else 0.7, atol=0.0)
+
+
+def test_gradients_of_queries() -> None:
+    """Why did it say this? Also where it had no doubt."""
+    model, data = problem()
+    wide = [(x.double(), y) for x, y in data]
+    exact = GaussNewton(copy.deepcopy(model).double(), Classification(), wide).gradients(wide)
+    found = GaussNewton(model, Classification(), data).gradients(data)
+    for query in range(len(data)):
+        error, size = (
+            math.sqrt(sum(float(part[name][query].double().square().sum()) for name in exact))
+            for part in (
+                {name: found[name].double() - exact[name] for name in exact},
+                exact,
+            )
+        )
+        assert error < 1e-4 * size
