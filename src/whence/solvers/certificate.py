@@ -107,6 +107,18 @@ class BlockTridiagonal:
         default_factory=dict, repr=False, compare=False
     )
 
+    def extended(self) -> Tensor:
+        """T as one matrix, with the last β below it."""
+        sizes = [len(alpha) for alpha in self.diagonal] + [len(self.below[-1])]
+        starts = [sum(sizes[:j]) for j in range(len(sizes))]
+        matrix = torch.zeros(sum(sizes), starts[-1], dtype=torch.float64)
+        for j, (alpha, beta) in enumerate(zip(self.diagonal, self.below, strict=True)):
+            here, below = (slice(starts[k], starts[k] + sizes[k]) for k in (j, j + 1))
+            matrix[here, here], matrix[below, here] = alpha, beta
+            if j + 1 < len(self.diagonal):
+                matrix[here, below] = beta.T
+        return matrix
+
     def pivot(self, node: float = 0.0, side: float = 1.0) -> Tensor | None:
         """Cholesky factor of the last pivot of ``side · (T - node)``; None if that is not positive definite."""
         known, done, factor = self._known.get(side, (node, 0, None))

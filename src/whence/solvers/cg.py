@@ -10,7 +10,8 @@ A block of q shares one space: every product adds q directions to it for all of 
 for a single right-hand side. Small matrices are float64, whatever the vectors are.
 
 Memory, in vectors of the parameters' size, for each right-hand side and beside the model: g, x, the last two blocks V,
-S, and two more during a step; with a preconditioner P⁻¹V, and three. The product that verifies takes two blocks more.
+S, and two more during a step; with a preconditioner P⁻¹V, and three. The product that verifies takes two blocks more,
+and ``keep_basis`` one for every iteration.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from whence.solvers.cg_bounds import ErrorBounds
 from whence.solvers.cg_state import CGState
 from whence.solvers.error_parts import ErrorParts
 from whence.solvers.settling import Settling
+from whence.solvers.spanned import Spanned
 from whence.vectors import ParamVector
 
 __all__ = ["CGState", "ConjugateGradient"]
@@ -66,6 +68,8 @@ class ConjugateGradient(Solver):
             here it cannot, and the error's bound is then ``‖r‖/√λ``.
         largest: an upper bound of the eigenvalues of the H that is solved with: bounds the error from below for free,
             and tells how far rounding goes, which a preconditioner hides.
+        keep_basis: keep all blocks V, to prove errors where a preconditioner's `smallest` says little: see
+            `whence.solvers.spanned`. Without a preconditioner nothing is gained, and nothing kept.
         verify: spend one more product, with x and the next block of the basis: it measures the residual, which shows
             the errors of inexact products, and bounds the error from below.
 
@@ -86,6 +90,7 @@ class ConjugateGradient(Solver):
     subset: int | None = None
     preconditioner: Preconditioner | None = None
     largest: float | None = None
+    keep_basis: bool = False
     verify: bool = True
 
     def __post_init__(self) -> None:
@@ -166,6 +171,9 @@ class ConjugateGradient(Solver):
         lanczos.norm = 0.0 if self.largest is None else self.largest + A.damping
         state = CGState.begin(x, lanczos, zeta, left_out.diagonal().clamp_min(0.0).sqrt())
         state.trusted = self.preconditioner is None or self.subset is None
+        if self.keep_basis and self.preconditioner is not None:
+            state.spanned = Spanned()
+        self._keep(state)
         state.products = int(start is not None)
         state.settling = None if slopes is None else Settling.begin(slopes)
         zero = torch.zeros_like(state.energy)
@@ -231,9 +239,16 @@ class ConjugateGradient(Solver):
             if state.settling is not None:  # else there are too few, or earlier steps were not watched
                 state.settling.step(slopes, ratio, step, decrease)
         state.iteration += 1
+        self._keep(state)
         state.path.append(column_dots(state.iterate, g).tolist())
         length = column_dots(S, S).sqrt() @ step.abs()
         self._bounds(A).after_step(g, state, decrease=decrease, length=length)
+
+    def _keep(self, state: CGState) -> None:
+        """The next block of the basis, where all are kept."""
+        V, Z = state.lanczos.current, state.lanczos.weighted
+        if state.spanned is not None and self.preconditioner is not None and V is not None and Z is not None:
+            state.spanned.add(V, Z, self.preconditioner)
 
     # --- the end -----------------------------------------------------------------------------------------
 

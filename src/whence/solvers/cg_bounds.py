@@ -73,7 +73,12 @@ class ErrorBounds:
             self._contradicted(state)
             if state.failed:
                 return
-        candidates = [square / self.damping, state.energy * (1 + 8 * rounding_of(g)) - decrease]
+        # a bound from all of the basis may be all but exact: what a step took off it would be off by its rounding
+        earlier = state.energy * (1 + 8 * rounding_of(g)) - decrease if state.spanned is None else state.energy
+        candidates = [square / self.damping, earlier]
+        if state.spanned is not None and state.iteration and V is not None:
+            noise = rounding_of(g) * state.lanczos.norm
+            candidates.append(state.spanned.energy(zeta, T, self.damping, noise))
         if state.trusted:
             candidates.append(weighted / self.smallest)
             if V is not None and state.pivot is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from whence.solvers.block_lanczos import BlockLanczos
 from whence.solvers.settling import Settling
+from whence.solvers.spanned import Spanned
 from whence.vectors import ParamVector
 
 __all__ = ["CGState"]
@@ -43,6 +44,7 @@ class CGState:
         operator: what earlier products left behind that later ones depend on.
         generator: state of the generator before it drew the subset.
         settling: the examples' scores along the way, where the solver watches them.
+        spanned: all of the basis, where the solver keeps it to prove errors by.
     """
 
     iterate: ParamVector
@@ -68,6 +70,7 @@ class CGState:
     operator: Mapping[str, float | None] = field(default_factory=dict)
     generator: Tensor | None = None
     settling: Settling | None = None
+    spanned: Spanned | None = None
 
     @classmethod
     def begin(cls, iterate: ParamVector, lanczos: BlockLanczos, zeta: Tensor, left_out: Tensor) -> CGState:

@@ -1,6 +1,7 @@
 """`CGJournal`: conjugate gradients in flight, on disk, so that an interrupted solve ends in the same bits.
 
-solve/cg.safetensors            the iterate, the last two blocks of the basis, the search direction, small matrices
+solve/cg.safetensors            the iterate, the last two blocks of the basis (or all), the search direction, small
+                                matrices
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from whence.solvers.block_lanczos import BlockLanczos
 from whence.solvers.certificate import BlockTridiagonal
 from whence.solvers.cg_state import CGState
 from whence.solvers.settling import Settling
+from whence.solvers.spanned import Spanned
 from whence.store.files import read_tensors, write_tensors
 from whence.store.journal import pack, unpack
 from whence.vectors import ParamVector
@@ -24,6 +26,7 @@ from whence.vectors import ParamVector
 __all__ = ["CGJournal"]
 
 _SMALL = "small/"
+_INNER_PRODUCTS = ("plain", "once", "twice")
 _NUMBERS = ("iteration", "trusted", "capped", "failed", "products", "path", "events", "operator")
 
 
@@ -60,7 +63,14 @@ class CGJournal:
         for kind, blocks in (("diagonal", lanczos.T.diagonal), ("below", lanczos.T.below)):
             tensors |= {f"{kind}/{number}": block for number, block in enumerate(blocks)}
         notes: dict[str, Any] = {name: getattr(state, name) for name in _NUMBERS}
-        settling = state.settling
+        spanned, settling = state.spanned, state.settling
+        if spanned is not None:
+            # the last blocks are the recurrence's own, written above
+            kept = [V for V in spanned.blocks if V is not lanczos.current and V is not lanczos.previous]
+            for number, V in enumerate(kept):
+                tensors |= pack(V, f"basis {number}")
+            tensors |= {f"spanned/{name}": getattr(spanned, name) for name in _INNER_PRODUCTS}
+            notes["kept"] = len(kept)
         if settling is not None:
             tensors |= {"settling/scores": settling.scores}
             tensors |= {} if settling.along is None else {"settling/along": settling.along}
@@ -105,6 +115,11 @@ class CGJournal:
             rest["settling"] = Settling(
                 tensors["settling/scores"].cpu(), None if along is None else along.cpu(), **notes["settling"]
             )
+        if "kept" in notes:
+            blocks_of_basis = [unpack(tensors, f"basis {number}") for number in range(notes["kept"])]
+            blocks_of_basis += [V for V in (lanczos.previous, lanczos.current) if V is not None]
+            inner = {name: tensors[f"spanned/{name}"].cpu() for name in _INNER_PRODUCTS}
+            rest["spanned"] = Spanned(blocks_of_basis, **inner)
         return CGState(iterate=iterate, lanczos=lanczos, direction=vector("direction"), **rest)
 
 
