@@ -110,14 +110,21 @@ def positions(gnh: GaussNewton, name: str) -> Tensor:
 
 def rows_of(block: KroneckerBlock, gnh: GaussNewton) -> Tensor:
     """Rows of the dense matrix in the order of ``Q_G ⊗ Q_A``: outputs first, a bias as the last input."""
-    return torch.cat([positions(gnh, n).reshape(len(block.left), -1) for n in block.names], 1).flatten()
+    outputs = len(block.eigenvalues)
+    return torch.cat([positions(gnh, n).reshape(outputs, -1) for n in block.names], 1).flatten()
+
+
+def basis_of(block: KroneckerBlock) -> Tensor:
+    """``Q_G ⊗ Q_A``; of an embedding, the left factor is the identity."""
+    left = torch.eye(len(block.eigenvalues), dtype=DOUBLE) if block.left is None else block.left
+    return torch.kron(left, block.right)
 
 
 def assert_diagonal_of(P: Ekfac, H: Tensor, gnh: GaussNewton, tolerance: float = 1e-10) -> None:
     """P's eigenvalues are H's diagonal in P's basis, which is orthonormal."""
     for block in P.blocks:
         rows = rows_of(block, gnh)
-        Q = torch.kron(block.left, block.right)
+        Q = basis_of(block)
         torch.testing.assert_close(Q.T @ Q, torch.eye(len(Q), dtype=DOUBLE))
         expected = (Q.T @ H[rows][:, rows] @ Q).diagonal().reshape(block.eigenvalues.shape)
         torch.testing.assert_close(
@@ -172,9 +179,8 @@ def test_a_llama_on_ragged_sequences() -> None:
     P = ekfac(gnh, 0.1, generator=generator(), curvature="exact")
     assert_diagonal_of(P, H, gnh, tolerance=1e-5)  # its norms work in float32
     assert math.isclose(P.trace, covered_trace(P, H, gnh), rel_tol=1e-5)
-    assert len(P.blocks) == 8
+    assert len(P.blocks) == 9
     assert list(P.uncovered) == [
-        "model.embed_tokens.weight",
         "model.layers.0.input_layernorm.weight",
         "model.layers.0.post_attention_layernorm.weight",
         "model.norm.weight",
@@ -206,7 +212,7 @@ def test_draws_of_a_sampled_curvature_approach_its_diagonal() -> None:
     P = ekfac(gnh, 0.1, generator=generator(), curvature="sampled", samples=20)
     for block in P.blocks:
         rows = rows_of(block, gnh)
-        Q = torch.kron(block.left, block.right)
+        Q = basis_of(block)
         expected = (Q.T @ H[rows][:, rows] @ Q).diagonal().reshape(block.eigenvalues.shape)
         assert float((block.eigenvalues - expected).norm() / expected.norm()) < 0.1
 
@@ -391,8 +397,8 @@ def test_what_it_cost() -> None:
     assert (sampled.num_terms, sampled.num_passes) == (20, 2 * 3)
     tokens = ekfac(
         bigrams(), 0.1, generator=generator()
-    )  # 6 tokens times 17 are too many for an exact curvature
-    assert (tokens.curvature, tokens.num_terms, tokens.num_passes) == ("sampled", 15, 2)
+    )  # 6 tokens times 17 are too many for an exact curvature; the embedding has passes of its own
+    assert (tokens.curvature, tokens.num_terms, tokens.num_passes) == ("sampled", 15, 2 + 2)
 
 
 def test_micro_batches_do_not_matter() -> None:

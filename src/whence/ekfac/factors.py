@@ -1,12 +1,15 @@
 """`ekfac`: the factors of EK-FAC from two passes over the data, by way of curvlinops.
 
-curvlinops finds Q_A, Q_G and E, and is told nothing of the task. The model that it sees ends in ``z = Rᵀh`` under
-squared error, with a matrix R for each example such that ``R Rᵀ = S`` or, where R is random, ``E[R Rᵀ] = S``:
+curvlinops finds Q_A, Q_G and E of linear layers and convolutions, and is told nothing of the task. The model that it
+sees ends in ``z = Rᵀh`` under squared error, with a matrix R for each example such that ``R Rᵀ = S`` or, where R is
+random, ``E[R Rᵀ] = S``:
 
     Gauss-Newton Hessian of ‖z‖²  =  2 Σ J R Rᵀ Jᵀ  =  2 Σ J S Jᵀ
 
 So the loss, its scale and the terms that count are those of `whence.tasks`, whatever the model, and sequences may be
-ragged. Padding enters the mean of ``a aᵀ``, on which the choice of a basis depends, and nothing else.
+ragged. Padding enters the mean of ``a aᵀ``, on which the choice of a basis depends, and nothing else. Embeddings, which
+curvlinops does not know, have two passes of their own over the same examples, of the same z or one drawn alike: see
+`whence.ekfac.embeddings`.
 """
 
 from __future__ import annotations
@@ -18,20 +21,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from whence.ekfac.layers import (
-    Layer,
-    covered_leaves,
-    curvlinops,
-    supported_layers,
-    watching,
-    why_not_called_well,
-)
+from whence.ekfac.embeddings import embedding_blocks
+from whence.ekfac.ending import Ending
+from whence.ekfac.layers import Layer, curvlinops, supported_layers
 from whence.ekfac.preconditioner import Ekfac, KroneckerBlock, check_damping, nothing_covered
-from whence.errors import ModelError, OptionError
+from whence.errors import OptionError
 from whence.gauss_newton import ACTIVATION_BUDGET, GaussNewton
-from whence.inspection import check_finite
 from whence.progress import ticker
-from whence.tasks import Batch, Task
+from whence.tasks import Batch
 
 __all__ = ["ekfac"]
 
@@ -53,9 +50,10 @@ def ekfac(
 ) -> Ekfac:
     """An EK-FAC preconditioner for ``H + λ``, from two passes over the data: for the basis, then for E in it.
 
-    Covers Linear layers and ungrouped 2d convolutions, where a layer's parameters belong to it alone and it is called
-    once in a forward pass, with a row for each example. Every other parameter is in the result's ``uncovered``, with
-    the reason. The model is left as it is.
+    Covers Linear layers, ungrouped 2d convolutions and embeddings, where a layer's parameters belong to it alone and it
+    is called once in a forward pass, with a row for each example. Every other parameter is in the result's
+    ``uncovered``, with the reason. Embeddings take two more passes; a model where nothing else is covered needs no
+    curvlinops. The model is left as it is.
 
     Args:
         gnh: the operator H: model, task, data and selected parameters.
@@ -66,7 +64,8 @@ def ekfac(
             ``"sampled"`` takes ``samples`` of them, each with residuals drawn anew, and E is unbiased. ``"auto"`` is
             exact up to 16 outputs.
         samples: draws per example and pass of a sampled curvature.
-        widest: layers with more inputs or outputs are not covered; their factors are square matrices of that size.
+        widest: layers with more inputs or outputs are not covered; their factors are square matrices of that size. Of
+            an embedding the width counts, and not the vocabulary, whose factor is the identity.
 
     Example:
         >>> from whence import ParamVector, Regression
@@ -78,98 +77,42 @@ def ekfac(
     """
     check_damping(damping)
     _check_options(gnh, examples, curvature, samples, widest)
-    library = curvlinops()
     terms = gnh.terms
     with torch.enable_grad():
         layers, uncovered, outputs = supported_layers(gnh, widest)
         if not layers:
             raise nothing_covered(uncovered)
+        embeddings = {name: layer for name, layer in layers.items() if isinstance(layer.module, nn.Embedding)}
+        others = {name: layer for name, layer in layers.items() if name not in embeddings}
+        if others:
+            curvlinops()  # now, before any work, if it is missing
         exact = _is_exact(gnh, curvature, outputs)
         columns = outputs if exact else samples
         positions = torch.arange(len(terms))
         if examples is not None:
             order = torch.randperm(len(terms), generator=generator, device=generator.device)
             positions = order[:examples].sort().values.cpu()
-        ending = _Ending(gnh, layers, None if exact else samples, generator)
-        size = _micro_batch(gnh, layers, columns)
-        with _hooks_restored(layers), ticker("EK-FAC", 2 * -(-len(positions) // size)) as tick:
-            operator = library.EKFACLinearOperator(
-                ending,
-                nn.MSELoss(reduction="sum"),
-                list(ending.leaves.values()),
-                _Batches(gnh, positions, size, tick),
-                check_deterministic=False,
-                fisher_type="type-2",
-                num_per_example_loss_terms=1,
-                separate_weight_and_bias=False,
-                num_data=len(positions),
-                batch_size_fn=lambda inputs: inputs["batch"].size,
-            )
-            operator.compute_kronecker_factors()
-            operator.compute_eigenvalue_correction()
-    # curvlinops gives the sum over the examples, twice over; an unbiased mean over terms has TermSet's weight
-    scale = 0.5 * terms.weight(len(positions)) / (1 if exact else samples)
+        # the sum over the examples becomes an unbiased mean over terms with TermSet's weight
+        scale = terms.weight(len(positions)) / (1 if exact else samples)
+        parts = [part for part in (others, embeddings) if part]
+        sizes = [_micro_batch(gnh, part, columns) for part in parts]
+        blocks: dict[str, KroneckerBlock] = {}
+        with ticker("EK-FAC", sum(2 * -(-len(positions) // size) for size in sizes)) as tick:
+            for part, size in zip(parts, sizes, strict=True):
+                ending = Ending(gnh, part, None if exact else samples, generator)
+                batches = _Batches(gnh, positions, size, tick)
+                if part is embeddings:
+                    blocks |= embedding_blocks(ending, batches.examples, scale)
+                else:
+                    blocks |= _by_curvlinops(ending, batches, scale)
     return Ekfac(
         damping=float(damping),
-        blocks=tuple(_blocks(operator.state_dict(), layers, list(ending.leaves), scale)),
+        blocks=tuple(blocks[name] for name in layers),
         uncovered=uncovered,
         num_terms=int(terms.counts()[positions].sum()),
-        num_passes=2 * columns,
+        num_passes=2 * columns * len(parts),
         curvature="exact" if exact else "sampled",
     )
-
-
-class _Ending(nn.Module):
-    """The model, followed by ``z = Rᵀh``, a row for each example.
-
-    With ``samples``, a column of z is ``Σ_i ⟨r_i, h_i⟩`` over the example's terms, with residuals drawn anew in every
-    pass: independent r_i have ``E[(Σ J_i r_i)(Σ J_i r_i)ᵀ] = Σ J_i S_i J_iᵀ``. Without, R is the root of all of the
-    example's S_i together, block by block, and no column mixes two terms.
-    """
-
-    def __init__(
-        self, gnh: GaussNewton, layers: Mapping[str, Layer], samples: int | None, generator: torch.Generator
-    ) -> None:
-        super().__init__()
-        self.training = False
-        self.model = gnh.network.model
-        self.network, self.task = gnh.network, gnh.task
-        self.layers, self.samples, self.generator = layers, samples, generator
-        self.leaves = covered_leaves(gnh, layers)
-
-    def forward(self, inputs: Mapping[str, Batch]) -> Tensor:
-        batch = inputs["batch"]
-        with watching(self.layers) as calls:
-            outputs = self.network.outputs(batch, self.leaves)
-        for name, layer in self.layers.items():
-            reason = why_not_called_well(layer, calls[name], batch.size)
-            if reason is not None:
-                raise ModelError(
-                    f"the weight of {name!r} is {reason}, from {batch.name(0)} on, though not on the longest: what "
-                    "the model calls depends on its inputs. Use the Nyström preconditioner instead"
-                )
-        check_finite(outputs)
-        rows = outputs.reshape(batch.size, -1)
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        if self.samples is None:
-            return torch.einsum("nm,nmc->nc", rows, _root(self.task, outputs.detach(), batch).to(rows))
-        columns = []
-        for _ in range(self.samples):
-            residual = self.task.sample_residual(outputs.detach(), batch, self.generator)
-            assert residual is not None  # `_is_exact` has seen to that
-            columns.append(torch.linalg.vecdot(rows, residual.reshape(batch.size, -1).to(rows)))
-        return torch.stack(columns, 1)
-
-
-def _root(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
-    """``R`` with ``R Rᵀ = S``, ``[n, m, m]``, for all m outputs of each example."""
-    n, m = batch.size, outputs[0].numel()
-    identity = torch.eye(m, dtype=outputs.dtype, device=outputs.device)
-    tangents = identity.reshape(m, 1, *outputs.shape[1:]).expand(m, *outputs.shape)
-    hessians = task.hessian_product(outputs, tangents, batch).reshape(m, n, m).transpose(0, 1)
-    values, vectors = torch.linalg.eigh(hessians.to(torch.promote_types(hessians.dtype, torch.float32)))
-    root: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
-    return root
 
 
 class _Batches:
@@ -178,15 +121,42 @@ class _Batches:
     def __init__(self, gnh: GaussNewton, positions: Tensor, size: int, tick: Callable[[], None]) -> None:
         self.terms, self.positions, self.size, self.tick = gnh.terms, positions, size, tick
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Batch], Tensor]]:
+    def examples(self) -> Iterator[Batch]:
+        """The micro-batches."""
         for batch in self.terms.batches(self.positions, self.size):
-            yield {"batch": batch}, torch.zeros(batch.size, 1)
+            yield batch
             self.tick()
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Batch], Tensor]]:
+        """The same as curvlinops reads them, beside targets of 0 for z."""
+        for batch in self.examples():
+            yield {"batch": batch}, torch.zeros(batch.size, 1)
+
+
+def _by_curvlinops(ending: Ending, batches: _Batches, scale: float) -> dict[str, KroneckerBlock]:
+    """The blocks of linear layers and convolutions, by their names."""
+    with _hooks_restored(ending.layers):
+        operator = curvlinops().EKFACLinearOperator(
+            ending,
+            nn.MSELoss(reduction="sum"),
+            list(ending.leaves.values()),
+            batches,
+            check_deterministic=False,
+            fisher_type="type-2",
+            num_per_example_loss_terms=1,
+            separate_weight_and_bias=False,
+            num_data=len(batches.positions),
+            batch_size_fn=lambda inputs: inputs["batch"].size,
+        )
+        operator.compute_kronecker_factors()
+        operator.compute_eigenvalue_correction()
+    # the Hessian of squared error is twice the sum
+    return dict(_blocks(operator.state_dict(), ending.layers, list(ending.leaves), 0.5 * scale))
 
 
 def _blocks(
     state: Mapping[str, Any], layers: Mapping[str, Layer], order: list[str], scale: float
-) -> Iterator[KroneckerBlock]:
+) -> Iterator[tuple[str, KroneckerBlock]]:
     """The factors in curvlinops' state, rescaled."""
     for name, layer in layers.items():
         key = f"model.{name}" if name else "model"
@@ -199,12 +169,18 @@ def _blocks(
             values = values[position]
         # where it expands the squares, rounding may leave a sum of them a little below 0
         values = values.reshape(len(left), len(right)).mul(scale).clamp_min_(0)
-        yield KroneckerBlock(weight, bias, left.contiguous(), right.contiguous(), values)
+        yield name, KroneckerBlock(weight, bias, left.contiguous(), right.contiguous(), values)
 
 
 def _micro_batch(gnh: GaussNewton, layers: Mapping[str, Layer], columns: int) -> int:
-    """Examples per pass whose gradients of the largest layer, and whose roots, fit in the budget."""
-    largest = max(layer.module.weight.numel() for layer in layers.values())
+    """Examples per pass whose gradients of the largest layer, and whose roots, fit in the budget.
+
+    Examples have no gradients of an embedding's weight, but of its outputs, which are activations.
+    """
+    largest = max(
+        0 if isinstance(layer.module, nn.Embedding) else layer.module.weight.numel()
+        for layer in layers.values()
+    )
     each = max(largest, columns**2) * max(layer.module.weight.element_size() for layer in layers.values())
     return int(min(max(ACTIVATION_BUDGET // each, 1), gnh.micro_batch))
 

@@ -1,9 +1,10 @@
 """Which layers EK-FAC can cover: found out by trying, with a reason for every parameter that it cannot.
 
-What curvlinops computes is right where a layer is called once in a forward pass, with a row of inputs for each
-example, and where its parameters do nothing else. So the model is run on an example or two, and the gradients that
+What is computed is right where a layer is called once in a forward pass, with a row of inputs for each example, and
+where its parameters do nothing else. So the model is run on an example or two, and the gradients that
 the layers' inputs and outputs give, ``Σ g aᵀ`` and ``Σ g``, must be those that autograd gives. That tells weights used
-without calling their layer, overridden forwards, and hooks that change outputs.
+without calling their layer, overridden forwards, and hooks that change outputs. The inputs of an embedding are tokens:
+its gradient must be ``Σ e_token gᵀ``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from whence.errors import OptionError
 from whence.gauss_newton import GaussNewton
@@ -32,12 +34,14 @@ __all__ = [
     "why_not_called_well",
 ]
 
+_COVERED = (nn.Linear, nn.Conv2d, nn.Embedding)
+
 
 @dataclass(frozen=True)
 class Layer:
     """A module that is covered, and the names of its selected parameters."""
 
-    module: nn.Linear | nn.Conv2d
+    module: nn.Linear | nn.Conv2d | nn.Embedding
     names: dict[str, str] = field(default_factory=dict)  # "weight" or "bias" -> the parameter's name
 
 
@@ -48,6 +52,7 @@ class Call:
     inputs: tuple[Any, ...]
     output: Any
     gradient: Tensor | None = None
+    edge: GradientEdge | None = None  # where the outputs' gradient arrives, whatever is done to them in place
 
     def receive(self, gradient: Tensor) -> None:
         """Keep the gradient: a hook of the outputs."""
@@ -72,7 +77,7 @@ def supported_layers(gnh: GaussNewton, widest: int) -> tuple[dict[str, Layer], d
         if reason is not None:
             uncovered[name] = reason
         else:
-            assert isinstance(module, (nn.Linear, nn.Conv2d))
+            assert isinstance(module, _COVERED)
             layers.setdefault(owner, Layer(module)).names[kind] = name
     # One example, then two: no number of positions is 1 and 2, nor are examples times positions, unless there is one.
     outputs = 0
@@ -93,8 +98,9 @@ def covered_leaves(gnh: GaussNewton, layers: Mapping[str, Layer]) -> dict[str, T
 
 def _why_not_supported(module: nn.Module, kind: str, widest: int) -> str | None:
     """What can be told from a parameter's module alone."""
-    if not isinstance(module, (nn.Linear, nn.Conv2d)) or kind not in ("weight", "bias"):
-        return f"a parameter of {type(module).__name__}; only Linear and Conv2d are covered"
+    kinds = ("weight",) if isinstance(module, nn.Embedding) else ("weight", "bias")
+    if not isinstance(module, _COVERED) or kind not in kinds:
+        return f"a parameter of {type(module).__name__}; only Linear, Conv2d and Embedding are covered"
     if module.weight.element_size() < 4:
         return f"in {module.weight.dtype}; the factors need float32"
     if isinstance(module, nn.Conv2d):
@@ -103,7 +109,17 @@ def _why_not_supported(module: nn.Module, kind: str, widest: int) -> str | None:
         uneven = any(d * (k - 1) % 2 for k, d in zip(module.kernel_size, module.dilation, strict=True))
         if module.padding_mode != "zeros" or (module.padding == "same" and uneven):
             return f"in a convolution with padding {module.padding!r}, {module.padding_mode!r}"
-    width = max(len(module.weight), module.weight[0].numel() + 1)
+    if isinstance(module, nn.Embedding):
+        odd = {
+            "max_norm": module.max_norm is not None,
+            "scale_grad_by_freq": module.scale_grad_by_freq,
+            "sparse gradients": module.sparse,
+        }
+        if any(odd.values()):
+            return f"in an embedding with {next(option for option, given in odd.items() if given)}"
+        width = module.weight.shape[1]  # the vocabulary's factor is the identity
+    else:
+        width = max(len(module.weight), module.weight[0].numel() + 1)
     if width > widest:
         return f"in a layer {width:,} wide; widest is {widest:,}"
     return None
@@ -136,8 +152,11 @@ def watching(layers: Mapping[str, Layer], *, gradients: bool = False) -> Iterato
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any, *, name: str) -> None:
         call = Call(inputs, output)
         calls[name].append(call)
-        if gradients and isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(call.receive)  # now, before anything changes the output in place
+        if isinstance(output, Tensor) and output.requires_grad:
+            # now, before anything changes the output in place
+            call.edge = get_gradient_edge(output)
+            if gradients:
+                output.register_hook(call.receive)
 
     handles = []
     try:
@@ -157,17 +176,31 @@ def why_not_called_well(layer: Layer, calls: list[Call], examples: int) -> str |
     if len(call.inputs) != 1 or not isinstance(call.inputs[0], Tensor) or not isinstance(call.output, Tensor):
         return "in a layer that is not called with one tensor"
     (given,) = call.inputs
-    batched = given.ndim == 4 if isinstance(layer.module, nn.Conv2d) else given.ndim >= 2
+    if isinstance(layer.module, nn.Embedding):
+        whole = given.dtype in (torch.int32, torch.int64)
+        if not whole or (given.numel() and not 0 <= given.min() <= given.max() < len(layer.module.weight)):
+            return "in an embedding that is not called with the numbers of its rows"
+        batched = given.ndim >= 1  # with one token for each example, they are a vector
+    else:
+        batched = given.ndim == 4 if isinstance(layer.module, nn.Conv2d) else given.ndim >= 2
     if not batched or len(given) != examples or len(call.output) != examples:
         return f"in a layer whose inputs {tuple(given.shape)} are not one row for each of {examples} examples"
     return None
 
 
 def _gradients_agree(layer: Layer, call: Call, gradients: Mapping[str, Tensor | None]) -> bool:
-    """Whether ``Σ g aᵀ`` and ``Σ g`` are the gradients of weight and bias."""
+    """Whether ``Σ g aᵀ`` and ``Σ g`` are the gradients of weight and bias, or ``Σ e_token gᵀ`` of an embedding's."""
     if call.gradient is None:
         return False
     inputs, g = call.inputs[0].detach(), call.gradient
+    if isinstance(layer.module, nn.Embedding):
+        expected = gradients[layer.names["weight"]]
+        if expected is None or g.shape != (*inputs.shape, expected.shape[1]):
+            return False
+        own = torch.zeros_like(expected).index_add_(0, inputs.flatten(), g.reshape(-1, g.shape[-1]))
+        if layer.module.padding_idx is not None:
+            own[layer.module.padding_idx] = 0  # autograd gives it none
+        return _close(own, expected)
     if isinstance(layer.module, nn.Conv2d):
         m = layer.module
         patches = curvlinops().kfac_utils.extract_patches
@@ -179,9 +212,14 @@ def _gradients_agree(layer: Layer, call: Call, gradients: Mapping[str, Tensor | 
         actual = g.T @ inputs.reshape(len(g), -1) if kind == "weight" else g.sum(0)
         if expected is None or actual.numel() != expected.numel():
             return False
-        if float((actual - expected.reshape(actual.shape)).norm()) > 0.01 * float(expected.norm()):
+        if not _close(actual, expected.reshape(actual.shape)):
             return False
     return True
+
+
+def _close(actual: Tensor, expected: Tensor) -> bool:
+    # NaN is close to anything here: outputs that are not finite are refused by name, later
+    return not float((actual - expected).norm()) > 0.01 * float(expected.norm())
 
 
 def curvlinops() -> Any:

@@ -7,7 +7,9 @@ basis ``Q = Q_G ⊗ Q_A``, and the blocks between layers as zero:
     P = Q diag(E) Qᵀ + λ,      E = mean of (Q_Gᵀ G Q_A)² = diagonal of QᵀHQ
 
 So ``P - λ`` has H's trace, and is the nearest to H of all matrices that are diagonal in this basis. Products with any
-power of P are four small matrix products for each layer. Everything here is plain tensors: no network, no curvlinops.
+power of P are four small matrix products for each layer. An embedding is a linear layer whose inputs are one-hot: the
+mean of ``a aᵀ`` is diagonal, and that factor of the basis is the identity, which is not stored. Everything here is
+plain tensors: no network, no curvlinops.
 """
 
 from __future__ import annotations
@@ -33,16 +35,20 @@ _PARTS = ("left", "right", "eigenvalues")
 class KroneckerBlock:
     """One layer's block: ``(Q_G ⊗ Q_A) diag(E) (Q_G ⊗ Q_A)ᵀ``, weight and bias together.
 
+    An embedding's weight is that of a linear layer transposed, ``[vocabulary, width]``: its block is
+    ``(I ⊗ Q_G) diag(E) (I ⊗ Q_G)ᵀ``, with the vocabulary for outputs here and the width for inputs.
+
     Attributes:
         weight, bias: the parameters' names, None where one is absent or not selected.
-        left: Q_G, ``[outputs, outputs]``.
+        left: Q_G, ``[outputs, outputs]``; None for the identity.
         right: Q_A, ``[inputs, inputs]``; where a bias stands beside a weight, its input is the last, and always 1.
+            Of an embedding, Q_G.
         eigenvalues: E, ``[outputs, inputs]``.
     """
 
     weight: str | None
     bias: str | None
-    left: Tensor
+    left: Tensor | None
     right: Tensor
     eigenvalues: Tensor
 
@@ -64,9 +70,12 @@ class KroneckerBlock:
                     f"for {outputs} × {width} numbers. Use it with the model that it was made for"
                 )
             parts.append(vector[name].reshape(*lead, outputs, width))
-        left, right = self.left.to(parts[0]), self.right.to(parts[0])
-        rotated = left.T @ torch.cat(parts, -1) @ right
-        result = left @ rotated.mul_(function(self.eigenvalues.to(parts[0]))) @ right.T
+        left = None if self.left is None else self.left.to(parts[0])
+        right = self.right.to(parts[0])
+        together = torch.cat(parts, -1)
+        rotated = (together if left is None else left.T @ together) @ right
+        rotated.mul_(function(self.eigenvalues.to(parts[0])))
+        result = (rotated if left is None else left @ rotated) @ right.T
         pieces = result.split([part.shape[-1] for part in parts], -1)
         return {n: piece.reshape(vector[n].shape) for n, piece in zip(self.names, pieces, strict=True)}
 
@@ -75,14 +84,15 @@ class KroneckerBlock:
 class Ekfac(Preconditioner):
     """``P = Q diag(E) Qᵀ + λ`` layer by layer; λ alone on the parameters that no layer covers.
 
-    Made by `ekfac`. For square layers it holds about three times the covered parameters.
+    Made by `ekfac`. It holds about three times the parameters of a square layer, and of an embedding little more than
+    those.
 
     Attributes:
         damping: λ.
         blocks: the layers.
         uncovered: the parameters where P is λ, each with the reason.
         num_terms: the terms of the examples that it was made from.
-        num_passes: backward passes over them, for the basis and for E together.
+        num_passes: backward passes over them, for the basis and for E together; embeddings have passes of their own.
         curvature: ``"exact"`` or ``"sampled"``.
 
     Example:
@@ -145,13 +155,19 @@ class Ekfac(Preconditioner):
 
     def tensors(self) -> dict[str, Tensor]:
         """What to save, beside `notes`."""
-        return {f"{k}.{part}": getattr(block, part) for k, block in enumerate(self.blocks) for part in _PARTS}
+        return {
+            f"{k}.{part}": getattr(block, part)
+            for k, block in enumerate(self.blocks)
+            for part in _PARTS
+            if getattr(block, part) is not None
+        }
 
     def notes(self) -> dict[str, Any]:
         """What to save beside `tensors`: plain values, as JSON has them."""
         return {
             "damping": self.damping,
             "layers": [[block.weight, block.bias] for block in self.blocks],
+            "identities": [k for k, block in enumerate(self.blocks) if block.left is None],
             "uncovered": dict(self.uncovered),
             "num_terms": self.num_terms,
             "num_passes": self.num_passes,
@@ -162,8 +178,17 @@ class Ekfac(Preconditioner):
     def from_tensors(cls, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> Ekfac:
         """From what `tensors` and `notes` gave."""
         try:
+            # said, and not told from the absence of a tensor, which may have been lost; saved before there were any
+            # embeddings, it says nothing
+            identities = notes.get("identities", ())
             blocks = tuple(
-                KroneckerBlock(weight, bias, *(tensors[f"{k}.{part}"] for part in _PARTS))
+                KroneckerBlock(
+                    weight,
+                    bias,
+                    None if k in identities else tensors[f"{k}.left"],
+                    tensors[f"{k}.right"],
+                    tensors[f"{k}.eigenvalues"],
+                )
                 for k, (weight, bias) in enumerate(notes["layers"])
             )
             rest = {name: notes[name] for name in ("uncovered", "num_terms", "num_passes", "curvature")}
