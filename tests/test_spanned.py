@@ -70,7 +70,9 @@ def test_without_a_preconditioner_to_speak_of_they_are_the_rule_of_gauss_and_rad
     nothing = DensePreconditioner(3 * torch.eye(SIZE, dtype=DOUBLE), problem, smallest=1e-9)
     radau, _ = uppers(problem)
     spanned, _ = uppers(problem, preconditioner=nothing, keep_basis=True)
-    both = min(len(spanned), len(radau)) - 2  # then the earlier bound less the decrease is better than the rule
+    both = (
+        min(len(spanned), len(radau)) - 2
+    )  # then the earlier bound less the decrease is better than the rule
     torch.testing.assert_close(spanned[:both], radau[:both], rtol=1e-4, atol=0.0)
     without, _ = uppers(problem, preconditioner=nothing)
     assert float((without[: len(radau)] / radau).median()) > 1.5

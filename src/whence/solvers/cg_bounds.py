@@ -74,7 +74,9 @@ class ErrorBounds:
             if state.failed:
                 return
         # a bound from all of the basis may be all but exact: what a step took off it would be off by its rounding
-        earlier = state.energy * (1 + 8 * rounding_of(g)) - decrease if state.spanned is None else state.energy
+        earlier = (
+            state.energy * (1 + 8 * rounding_of(g)) - decrease if state.spanned is None else state.energy
+        )
         candidates = [square / self.damping, earlier]
         if state.spanned is not None and state.iteration and V is not None:
             noise = rounding_of(g) * state.lanczos.norm

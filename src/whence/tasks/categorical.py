@@ -77,7 +77,8 @@ class CategoricalTask(Task):
         labels = batch.targets.masked_fill(ignored, 0).unsqueeze(-1)
         others = outputs.scatter(-1, labels, -torch.inf).logsumexp(-1)
         against = others - outputs.gather(-1, labels).squeeze(-1)
-        return F.softplus(against, threshold=40.0).masked_fill(ignored, 0.0)  # beyond it the 1 is below the rounding
+        # beyond the threshold, the 1 is below float64's rounding
+        return F.softplus(against, threshold=40.0).masked_fill(ignored, 0.0)
 
     def loss_derivatives(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         # ⟨p - e_y, t⟩ = Σ_{k≠y} p_k t_k - (Σ_{k≠y} p_k) t_y: where the model is nearly certain of y, ⟨p, t⟩ - t_y
