@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from whence.allocator import half_of_memory
 from whence.attribution.forecast import count_passes
+from whence.attribution.kronecker import Trial, kronecker
 from whence.attribution.sampling import curvature_pays, draw_by_curvature
 from whence.attribution.saving import plan_from_json, plan_to_json, spectrum_from_json, spectrum_to_json
 from whence.attribution.settings import Settings
@@ -21,12 +21,7 @@ from whence.solvers.choice import Alternative, Choice, choose, make_solver
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.store import Run
 
-__all__ = ["Planned", "generator", "make_plan"]
-
-
-def generator(settings: Settings, phase: int) -> torch.Generator:
-    """Random numbers of one phase."""
-    return torch.Generator().manual_seed(settings.seed * 1_000_003 + phase)
+__all__ = ["Planned", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +70,10 @@ def make_plan(run: Run, gnh: GaussNewton, settings: Settings, queries: int) -> P
     plan = plan_from_json(run.json("plan", lambda: plan_to_json(plan)), spectrum)
     if isinstance(settings.solver, ConjugateGradient):
         return Planned(settings.solver, plan, words, drawn)
+    trial = Trial()
+    if settings.solver == "auto":
+        trial = kronecker(run, gnh, settings, chosen, queries=queries, damping=plan.damping)
+    layers = trial.preconditioner
     solver = make_solver(
         replace(chosen, refine=chosen.refine if settings.refine is None else settings.refine),
         spectrum,
@@ -82,11 +81,13 @@ def make_plan(run: Run, gnh: GaussNewton, settings: Settings, queries: int) -> P
         num_terms=gnh.num_terms,
         accuracy=settings.accuracy,
         chains=settings.chains,
-        preconditioner=_preconditioner(run, gnh, settings, plan.damping, chosen),
+        preconditioner=layers or _preconditioner(run, gnh, settings, plan.damping, chosen),
+        keep_basis=layers
+        is not None,  # nothing is known of EK-FAC's quality that an error could be proven by
         # Inexact products must be told from converged ones; exact ones need no further product.
         verify=gnh.product != "exact",
     )
-    return Planned(solver, plan, words, drawn)
+    return Planned(solver, plan, words + trial.words, drawn)
 
 
 def _choose(
@@ -104,7 +105,7 @@ def _choose(
             chains=settings.chains,
             passes=count_passes(gnh, queries),
             memory_bytes=half_of_memory(gnh.network.device),
-            generator=generator(settings, 3),
+            generator=settings.generator(3),
         )
         return {
             "chosen": asdict(_asked(choice, settings)),
@@ -134,7 +135,7 @@ def _preconditioner(
 
     def compute() -> tuple[dict[str, Tensor], dict[str, Any]]:
         made = nystrom(
-            gnh, damping, rank=chosen.rank, terms=chosen.rank_terms, generator=generator(settings, 4)
+            gnh, damping, rank=chosen.rank, terms=chosen.rank_terms, generator=settings.generator(4)
         )
         made = made.shrunk()  # or errors could hardly be proven: it was made from a part of the terms
         return made.tensors(), {**made.notes(), "operator": gnh.state()}
@@ -154,7 +155,7 @@ def _tuned(gnh: GaussNewton, settings: Settings, spectrum: Spectrum, needed: flo
 def _measured(run: Run, gnh: GaussNewton, settings: Settings, name: str) -> Spectrum:
     def measure() -> dict[str, Any]:
         spectrum = estimate_spectrum(
-            gnh, generator=generator(settings, 1), lanczos_terms=settings.lanczos_terms
+            gnh, generator=settings.generator(1), lanczos_terms=settings.lanczos_terms
         )
         return {**spectrum_to_json(spectrum), "operator": gnh.state()}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.attribution.planning import Planned, generator
+from whence.attribution.planning import Planned
 from whence.attribution.result import Solve
 from whence.attribution.saving import (
     certificate_from_json,
@@ -103,7 +103,7 @@ class Rounds:
     def _compute(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         planned, gnh = self._planned, self._gnh
         damped = Damped(gnh, planned.plan.damping)
-        random = generator(self._settings, 2 if self.count == 0 else 100 + self.count)
+        random = self._settings.generator(2 if self.count == 0 else 100 + self.count)
         if isinstance(planned.solver, ConjugateGradient):
             solution = self._conjugate_gradients(planned.solver, damped, random)
         else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from whence.attribution.stopping import Until
 from whence.errors import OptionError
 from whence.gauss_newton import Product
@@ -81,6 +83,10 @@ class Settings:
     @property
     def _chains(self) -> int:
         return self.solver.plan.chains if isinstance(self.solver, (Lissa, Refinement)) else self.chains
+
+    def generator(self, phase: int) -> torch.Generator:
+        """Random numbers of one phase."""
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + phase)
 
     def config(self) -> dict[str, Any]:
         """JSON values that identify the settings in a run directory."""

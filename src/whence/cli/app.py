@@ -13,6 +13,7 @@ from whence.allocator import half_of_memory, keep_freed_memory
 from whence.attribution import Attribution, attribute, load
 from whence.attribution.clean_saving import is_cleaning, load_cleaning
 from whence.attribution.forecast import count_passes, forecast
+from whence.attribution.kronecker import would_try
 from whence.attribution.saving import plan_to_json, spectrum_to_json
 from whence.cli.clean import clean_command
 from whence.cli.job import Job, JobOptions
@@ -117,6 +118,7 @@ def plan(
     made = Plan.tuned(measured, _damping(damping), num_terms=gnh.num_terms, chains=chains, refine=refine)
     examples = len(gnh.terms) if shortlist is None else len(shortlist)
     cost = forecast(gnh, made, queries=queries, examples=examples, solver=choice.best)
+    tries_ekfac = would_try(gnh, choice.best, queries=queries, trial_terms=lanczos_terms)
     sweep = None
     if damping_sweep:
         sweep = sweep_dampings(
@@ -130,6 +132,7 @@ def plan(
                 "spectrum": spectrum_to_json(measured),
                 "plan": plan_to_json(made),
                 "choice": choice.to_json(),
+                "tries_ekfac": tries_ekfac,
                 "queries": queries,
                 "examples": examples,
                 **dataclasses.asdict(cost),
@@ -138,6 +141,11 @@ def plan(
         )
         return
     show_plan(out(), made, choice)
+    if tries_ekfac:
+        out().print(
+            "attribute will first try an EK-FAC preconditioner on a few terms, and use it if that saves iterations",
+            soft_wrap=True,
+        )
     show_forecast(out(), cost, queries, examples)
     if sweep is not None:
         show_sweep(out(), sweep)

@@ -152,6 +152,7 @@ def make_solver(
     accuracy: float,
     chains: int,
     preconditioner: Preconditioner | None = None,
+    keep_basis: bool = False,
     verify: bool = True,
 ) -> Lissa | ConjugateGradient | Refinement:
     """The solver that was chosen, ready to solve.
@@ -164,7 +165,8 @@ def make_solver(
         accuracy: the correlation to reach.
         chains: of LiSSA and refinement.
         preconditioner: where one was chosen: of ``chosen.rank``, from ``chosen.rank_terms`` terms, `LowRank.shrunk`
-            so that errors can be proven.
+            so that errors can be proven. Or any other, with ``keep_basis``.
+        keep_basis: of `ConjugateGradient`.
         verify: of `ConjugateGradient`.
     """
     if chosen.solver == "cg":
@@ -173,6 +175,7 @@ def make_solver(
             score_error=relative_error(accuracy),
             largest=spectrum.largest(3.0),
             preconditioner=preconditioner,
+            keep_basis=keep_basis,
             verify=verify,
         )
     plan = Plan.tuned(spectrum, damping, num_terms=num_terms, chains=chains, refine=chosen.refine)

@@ -35,7 +35,7 @@ __all__ = ["FORMAT", "Run", "environment", "read_config"]
 
 #: Raised when files change their meaning; directories of another format are refused.
 FORMAT = 3
-_PACKAGES = ("whence", "torch", "numpy", "transformers", "safetensors", "pyarrow")
+_PACKAGES = ("whence", "torch", "numpy", "transformers", "safetensors", "pyarrow", "curvlinops-for-pytorch")
 
 
 class Run:
