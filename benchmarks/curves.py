@@ -82,17 +82,21 @@ def show(row: dict[str, Any]) -> None:
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Correlation against sample-products and against seconds: two panels for each problem, two problems in a row."""
+    names = dict.fromkeys(curve["method"] for row in rows for curve in row["curves"])
+    *others, black = COLOURS
+    colours = dict(zip((name for name in names if name != AUTO), (*others, "#999999"), strict=False))
+    handles = {}
     with figure(-(-len(rows) // 2), 4, width=3.6, height=2.7) as (drawn, panels):
         for row, left, right in zip(rows, panels[::2], panels[1::2], strict=False):
             for panel, what, label in ((left, "terms", "sample-products"), (right, "seconds", "seconds")):
-                for colour, curve in zip(COLOURS, row["curves"], strict=True):
+                for curve in row["curves"]:
                     points = sorted(curve["points"], key=lambda point: point[what])
                     alone = curve["method"] == AUTO
-                    panel.plot(
+                    (handles[curve["method"]],) = panel.plot(
                         [p[what] for p in points],
                         [max(1 - p["correlation"], 1e-6) for p in points],
                         "*" if alone else "o-",
-                        color=colour,
+                        color=black if alone else colours[curve["method"]],
                         markersize=11 if alone else 3,
                         zorder=3 if alone else 2,
                         label=curve["method"],
@@ -104,7 +108,6 @@ def draw(rows: list[dict[str, Any]]) -> None:
             left.set_ylabel("1 - correlation")
         for panel in panels[2 * len(rows) :]:
             panel.set_axis_off()
-        handles, labels = panels[0].get_legend_handles_labels()
-        drawn.legend(handles, labels, loc="outside lower center", ncols=4)
+        drawn.legend([handles[name] for name in names], list(names), loc="outside lower center", ncols=4)
     for suffix in ("svg", "png"):
         drawn.savefig(RESULTS / f"solvers.{suffix}", bbox_inches="tight", dpi=150)

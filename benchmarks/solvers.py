@@ -40,9 +40,13 @@ from whence import (
     keep_freed_memory,
 )
 from whence.attribution.forecast import count_passes
+from whence.attribution.kronecker import kronecker
+from whence.attribution.settings import Settings
 from whence.demo.text import EPOCHS
+from whence.ekfac import Ekfac, ekfac
 from whence.preconditioners import nystrom
 from whence.solvers.choice import choose, make_solver
+from whence.store import Run
 
 PARTS = ("digits", "llama", "resnet")
 RANKS = ((10, 0.25), (30, 1.0))
@@ -117,7 +121,25 @@ def preconditioned(race: Race, rank: int, share: float) -> Curve:
     ).shrunk()
     # its columns are products of one vector each; a block product is one of all queries
     spent = preconditioner.num_term_products / (race.problem.rhs.columns or 1)
-    curve = Curve(f"block CG, Nyström of rank {rank} from {share:.0%}")
+    return _iterate(race, f"block CG, Nyström of rank {rank} from {share:.0%}", preconditioner, spent, begun)
+
+
+def by_layers(race: Race) -> Curve:
+    """Every iteration is an effort; EK-FAC from one drawn label for every term and pass."""
+    begun = process_time()
+    made = ekfac(
+        race.problem.gnh, race.damped.damping, generator=torch.Generator().manual_seed(0), curvature="sampled"
+    )
+    return _iterate(race, "block CG, EK-FAC", made, _of_ekfac(race, made), begun)
+
+
+def _of_ekfac(race: Race, made: Ekfac) -> float:
+    """Sample-products' worth of its backward passes, three forwards each; a product of q columns has 1 + 4q."""
+    return 3 * made.num_passes * made.num_terms / (1 + 4 * (race.problem.rhs.columns or 1))
+
+
+def _iterate(race: Race, name: str, preconditioner: Any, spent: float, begun: float) -> Curve:
+    curve = Curve(name)
 
     def watch(state: Any) -> bool:
         terms = spent + state.products * race.damped.num_terms
@@ -183,17 +205,24 @@ def auto(race: Race) -> Curve:
         race.spectrum, race.damped.damping, queries=queries, passes=count_passes(race.problem.gnh, queries),
         generator=torch.Generator().manual_seed(0), **options,
     )  # fmt: skip
-    best, begun, preconditioner = choice.best, process_time(), None
-    if best.rank:
+    best, begun, gnh = choice.best, process_time(), race.problem.gnh
+    settings = Settings(accuracy=TARGET, damping=race.damped.damping)
+    trial = kronecker(Run(None, {}), gnh, settings, best, queries=queries, damping=race.damped.damping)
+    preconditioner: Any = trial.preconditioner
+    spent = 5 * trial.terms * (trial.without + trial.with_it) / (1 + 4 * queries)
+    if trial.preconditioner is not None:
+        spent += _of_ekfac(race, trial.preconditioner)
+    elif best.rank:
         generator = torch.Generator().manual_seed(0)
         preconditioner = nystrom(
-            race.problem.gnh, race.damped.damping, rank=best.rank, terms=best.rank_terms, generator=generator
+            gnh, race.damped.damping, rank=best.rank, terms=best.rank_terms, generator=generator
         ).shrunk()
-    curve = Curve(AUTO, note=choice.words())
-    spent = 0.0 if preconditioner is None else preconditioner.num_term_products / queries
+        spent += preconditioner.num_term_products / queries
+    curve = Curve(AUTO, note=choice.words() + trial.words)
     solver = make_solver(
-        best, race.spectrum, race.damped.damping, preconditioner=preconditioner, verify=False, **options
-    )
+        best, race.spectrum, race.damped.damping, preconditioner=preconditioner,
+        keep_basis=trial.preconditioner is not None, verify=False, **options,
+    )  # fmt: skip
     _add(curve, solver, race, spent=spent, seconds=process_time() - begun)
     return curve
 
@@ -219,7 +248,7 @@ def compare_solvers(problem: Problem) -> dict[str, Any]:
     damped = Damped(problem.gnh, spectrum.lambda_max.value / problem.condition_number)
     block, reference, proven = to_the_end(problem, damped)
     race = Race(problem, damped, spectrum, reference)
-    curves = [block, *(preconditioned(race, rank, share) for rank, share in RANKS)]
+    curves = [block, *(preconditioned(race, rank, share) for rank, share in RANKS), by_layers(race)]
     cheapest = min(point.terms for curve in curves if (point := curve.at_target()))
     race = replace(race, limit=problem.limit * cheapest)
     curves += [averaged(race), refined(race), paper(race), auto(race)]

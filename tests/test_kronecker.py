@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_it_is_kept_with_the_run_and_not_made_twice(monkeypatch: pytest.MonkeyPa
 
     def killed(self: Any, A: Any, g: Any, state: Any) -> None:
         nonlocal steps
-        steps += self.score_error is not None  # the trial's own solves go by the tolerance
+        steps += self.score_error is not None  # the trial's own solves do not watch scores
         if steps == 4:
             raise KeyboardInterrupt
         real(self, A, g, state)
@@ -161,16 +162,18 @@ def test_a_model_without_layers_for_it_is_solved_all_the_same() -> None:
     assert bool(found.solve.converged.all())
 
 
-def test_it_is_not_tried_where_the_solve_is_short() -> None:
+def test_it_is_not_tried_where_the_solve_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor for a solver that it is not for, nor where all of the basis would not fit into memory."""
-    asked = text.problem()
-    gnh = GaussNewton(asked.model, LanguageModeling(), asked.train)
-    short = Alternative("cg", terms=10.0 * gnh.num_terms, work=1.0, seconds=None, memory_copies=8, how="")
-    options = {"queries": 32, "trial_terms": 20}
-    assert not kronecker.would_try(gnh, short, **options)
-    long = Alternative("cg", terms=1e6 * gnh.num_terms, work=1.0, seconds=None, memory_copies=8, how="")
-    many = {**options, "queries": 1}
-    assert kronecker.would_try(gnh, long, **many)
-    other = Alternative("lissa", terms=1e6 * gnh.num_terms, work=1.0, seconds=None, memory_copies=8, how="")
-    assert not kronecker.would_try(gnh, other, **many)
-    assert not kronecker.would_try(gnh, long, queries=10**6, trial_terms=20)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10)).eval()
+    gnh = GaussNewton(model, Classification(), [(torch.zeros(256), k % 10) for k in range(64)])
+    short, long = (
+        Alternative("cg", count * gnh.num_terms, work=1.0, seconds=None, memory_copies=8, how="")
+        for count in (10.0, 1e4)
+    )
+    monkeypatch.setattr(kronecker, "_FEWEST", 10)
+    monkeypatch.setattr(kronecker, "half_of_memory", lambda device: 1e15)
+    assert not kronecker.would_try(gnh, short, queries=32)
+    assert kronecker.would_try(gnh, long, queries=32)
+    assert not kronecker.would_try(gnh, replace(long, solver="lissa"), queries=32)
+    monkeypatch.setattr(kronecker, "half_of_memory", lambda device: 1e9)
+    assert not kronecker.would_try(gnh, long, queries=32)

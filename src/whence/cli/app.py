@@ -118,7 +118,7 @@ def plan(
     made = Plan.tuned(measured, _damping(damping), num_terms=gnh.num_terms, chains=chains, refine=refine)
     examples = len(gnh.terms) if shortlist is None else len(shortlist)
     cost = forecast(gnh, made, queries=queries, examples=examples, solver=choice.best)
-    tries_ekfac = would_try(gnh, choice.best, queries=queries, trial_terms=lanczos_terms)
+    tries_ekfac = would_try(gnh, choice.best, queries=queries)
     sweep = None
     if damping_sweep:
         sweep = sweep_dampings(
@@ -143,7 +143,7 @@ def plan(
     show_plan(out(), made, choice)
     if tries_ekfac:
         out().print(
-            "attribute will first try an EK-FAC preconditioner on a few terms, and use it if that saves iterations",
+            "attribute will first try an EK-FAC preconditioner, and use it if that saves iterations",
             soft_wrap=True,
         )
     show_forecast(out(), cost, queries, examples)
