@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -90,6 +91,13 @@ def test_plan_tells_time_memory_and_disk_before_anything_long(place: Path) -> No
     assert cost["disk_bytes"] > 4 * parameters * 5
     assert cost["solve_seconds"] > 0
     assert cost["score_seconds"] > 0
+    assert cost["tries_ekfac"] is False
+
+
+def test_plan_says_that_ekfac_will_be_tried(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["whence.cli.app"], "would_try", lambda *_, **__: True)
+    options = [*training(place), "--queries", place / "queries.jsonl", "--max-length", "24"]
+    assert "will first try an EK-FAC preconditioner" in " ".join(invoke("plan", *options).stdout.split())
 
 
 def test_attribute_writes_a_run_a_page_and_a_table(place: Path, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 from whence.allocator import half_of_memory
 from whence.attribution.settings import Settings
 from whence.ekfac import Ekfac, ekfac
-from whence.errors import ModelError, OptionError
 from whence.gauss_newton import GaussNewton
 from whence.operators import Damped
 from whence.scoring.cost import count_work
@@ -89,13 +88,6 @@ def kronecker(
     run: Run, gnh: GaussNewton, settings: Settings, chosen: Alternative, *, queries: int, damping: float
 ) -> Trial:
     """Make it and try it, where that may pay. It stays in the run directory where it is used."""
-    if not would_try(gnh, chosen, queries=queries):
-        return Trial()
-    if importlib.util.find_spec("curvlinops") is None:
-        return Trial(
-            words=" An EK-FAC preconditioner might save a part of that; it needs curvlinops: "
-            'pip install "whence[curvlinops]".'
-        )
     device, expected = gnh.network.device, chosen.terms / gnh.num_terms
 
     def make() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -107,10 +99,17 @@ def kronecker(
     def made() -> Ekfac:
         return Ekfac.from_tensors(*run.tensors("ekfac", make, device))
 
-    def look() -> dict[str, Any]:
+    def look() -> dict[str, Any]:  # written down, since it depends on the machine's memory
+        if not would_try(gnh, chosen, queries=queries):
+            return {}
+        if importlib.util.find_spec("curvlinops") is None:
+            words = " An EK-FAC preconditioner might save a part of that; it needs curvlinops: "
+            return {"words": words + 'pip install "whence[curvlinops]".'}
         try:
             P = made()
-        except (ModelError, OptionError) as error:
+        except (
+            Exception
+        ) as error:  # whatever a model does to a library that it does without: it is told, and no harm
             return {"words": f" EK-FAC cannot be made for this model: {error}."}
         without, with_it = _try(gnh, settings, damping, P)
         return {"terms": _trial_terms(gnh), "without": without, "with_it": with_it}
@@ -140,6 +139,8 @@ def _try(gnh: GaussNewton, settings: Settings, damping: float, P: Ekfac) -> tupl
     plain = ConjugateGradient(tolerance=tolerance_for(settings.accuracy), verify=False)
     reached = plain.solve(system, rhs, generator=random)
     assert reached.paths is not None
+    if reached.num_products == 0:  # no label that the model would draw has a gradient
+        return 1, 1
     without, goal = reached.num_products, float(reached.paths[0, -1, 0])
     other = ConjugateGradient(tolerance=1e-9, preconditioner=P, max_iterations=without, verify=False)
     found = other.solve(system, rhs, generator=random, on_iteration=lambda state: state.path[-1][0] >= goal)
