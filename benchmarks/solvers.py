@@ -45,6 +45,7 @@ from whence.attribution.settings import Settings
 from whence.demo.text import EPOCHS
 from whence.ekfac import Ekfac, ekfac
 from whence.preconditioners import nystrom
+from whence.reproduce.provenance import commit
 from whence.solvers.choice import choose, make_solver
 from whence.store import Run
 
@@ -302,7 +303,7 @@ def _problems(part: str) -> Iterator[Problem]:
                 yield digits(condition_number, queries)
     elif part == "llama":
         # after two epochs scores of passages settle long before those of their tokens: a harder case for `auto`
-        for epochs in (2, EPOCHS):
+        for epochs in (EPOCHS, 2):
             yield llama(100.0, 4, epochs)
     else:
         yield resnet(100.0, 2, images=400)
@@ -316,21 +317,24 @@ _MARGINAL: dict[str, Callable[[int], Problem]] = {
 
 
 def measure(part: str, *, only_marginal: bool) -> None:
-    """All problems of a part, shown and saved; or 32 queries against one alone, beside what was saved of the rest."""
-    rows = []
-    if only_marginal:
-        rows = json.loads((RESULTS / f"solvers_{part}.json").read_text())["results"]["rows"]
-    for problem in () if only_marginal else _problems(part):
-        rows.append(compare_solvers(problem))
-        show(rows[-1])
+    """32 queries against one, then all problems of a part, shown; saved as they come, in place of what was there."""
+    path = RESULTS / f"solvers_{part}.json"
+    saved = json.loads(path.read_text())["results"] if path.exists() else {}
+    rows = {row["name"]: row for row in saved.get("rows", [])}
     margins = [marginal(_MARGINAL[part])] if part in _MARGINAL else []
+    save(path.stem, {"rows": list(rows.values()), "marginal": margins})
+    for problem in () if only_marginal else _problems(part):
+        row = {**compare_solvers(problem), "commit": commit()}
+        rows[row["name"]] = row
+        show(row)
+        save(path.stem, {"rows": list(rows.values()), "marginal": margins})
     report(
         "auto against the best single method, and 32 queries against one",
         ("", "auto / best, products", "auto / best, seconds", "last iterate / auto"),
         [
             (row["name"], *(f"{row[k]:.2f}" if row[k] is not None else "never" for k in
              ("auto_over_best", "auto_over_best_seconds", "last_over_auto")))
-            for row in rows
+            for row in rows.values()
         ]
         + [
             (f"{margin['name']}: seconds of 32 / of 1 (solve alone)",
@@ -338,7 +342,6 @@ def measure(part: str, *, only_marginal: bool) -> None:
             for margin in margins
         ],
     )  # fmt: skip
-    save(f"solvers_{part}", {"rows": rows, "marginal": margins})
 
 
 def main() -> None:

@@ -243,6 +243,8 @@ class ConjugateGradient(Solver):
         state.path.append(column_dots(state.iterate, g).tolist())
         length = column_dots(S, S).sqrt() @ step.abs()
         self._bounds(A).after_step(g, state, decrease=decrease, length=length)
+        if state.settling is not None:
+            state.settling.bounded(state.upper)
 
     def _keep(self, state: CGState) -> None:
         """The next block of the basis, where all are kept."""

@@ -9,11 +9,13 @@ spectrum knows, but the steps do: a product passes by the slopes ``∇ℓ(z)ᵀv
 examples, of the last few steps,
 
     visible² = Σ_k Var_z ∇ℓ(z)ᵀ(x_k - x_{k-1}) / Σ_k ‖x_k - x_{k-1}‖²_A
-    ε        = visible · b / (1.6 · std_z ∇ℓ(z)ᵀx_j)
+    loose²   = (b²_{j-2} - b²_j) / (‖e_{j-2}‖²_A - ‖e_j‖²_A)
+    ε        = visible · b_j / (loose · 1.2 · std_z ∇ℓ(z)ᵀx_j)
 
-is the error to be expected of the scores, relative to their spread: that of a correlation of about ``1 - ε²/2``. Two
-things make ``visible · b`` too large, by 1.6 together: b is a bound, and what is left lies in flatter directions than
-what was removed, which scores show less. ``python -m benchmarks.solvers`` shows both sides. Proven is b alone.
+is the error to be expected of the scores, relative to their spread: that of a correlation of about ``1 - ε²/2``. b is a
+bound. What the last two steps took off it, and what they took off the error, which is known, tell by how much it is too
+large. And what is left lies in flatter directions than what was removed, which scores show less: 1.2, once there are
+three steps to tell. ``python -m benchmarks.solvers`` shows both sides. Proven is b alone.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ __all__ = ["Settling"]
 
 #: Steps that tell how visible an error is: several, since single ones vary.
 _STEPS = 3
-#: By how much the product of bound and visibility is too large after 1, 2, 3 and more steps: the first ones after a
-#: preconditioner's good guess are no more visible than what they leave.
-_TOO_LARGE = (1.0, 1.3, 1.6)
+#: By how much what was removed is more visible than what is left; the first steps after a preconditioner's good guess
+#: are not.
+_FLATTER = 1.2
+#: Steps that tell how loose the bound is, and what is believed of that at most: of a step that hardly moved it is noise.
+_BACK, _LOOSEST = 2, 1.7
 #: Of fewer examples than this, scores have no spread to speak of.
 _FEWEST = 8
 #: Examples that are looked at; of more, every second, third, …
@@ -47,12 +51,14 @@ class Settling:
         along: slopes along the last search direction S_j.
         moved: the variance over examples of what each step changed of the scores, per column.
         removed: what it removed of ``‖e‖²_A``, per column.
+        bounds: b² after each step, per column.
     """
 
     scores: Tensor
     along: Tensor | None = None
     moved: list[list[float]] = field(default_factory=list)
     removed: list[list[float]] = field(default_factory=list)
+    bounds: list[list[float]] = field(default_factory=list)
 
     @classmethod
     def begin(cls, slopes: Tensor, *, columns: int | None = None) -> Settling | None:
@@ -72,23 +78,39 @@ class Settling:
         self.moved.append(_variance(change).tolist())
         self.removed.append(removed.tolist())
 
+    def bounded(self, upper: Tensor) -> None:
+        """What is proven after the step: b."""
+        self.bounds.append(upper.square().tolist())
+
     def error(self, upper: Tensor) -> Tensor:
-        """ε of every column, from the bounds of ``‖e‖_A``; infinite before the first step.
+        """ε of every column; infinite before the first step.
 
         Args:
-            upper: b.
+            upper: b, at this iterate: what `bounded` was told, or less where that was measured again.
         """
         if not self.moved:
             return torch.full_like(upper, math.inf)
-        moved, removed = (
-            torch.tensor(rows[-_STEPS:], dtype=torch.float64).sum(0) for rows in (self.moved, self.removed)
-        )
+        moved, removed = (_last(rows, _STEPS).sum(0) for rows in (self.moved, self.removed))
         visible = moved / removed.clamp_min(_TINY)
         # a column of zeros has no error, and no scores
         size = _variance(self.scores)
-        too_large = _TOO_LARGE[min(len(self.moved), len(_TOO_LARGE)) - 1]
-        found = visible.sqrt() * upper / (too_large * size.sqrt()).clamp_min(_TINY)
+        flatter = _FLATTER if len(self.moved) >= _STEPS else 1.0
+        found = visible.sqrt() * upper / (flatter * self._loose() * size.sqrt()).clamp_min(_TINY)
         return torch.where((size == 0) & (moved == 0) & (upper == 0), torch.zeros_like(found), found)
+
+    def _loose(self) -> Tensor:
+        """By how much b is too large, per column: 1 where there is nothing to compare it with."""
+        back = min(_BACK, len(self.bounds) - 1)
+        if back < 1 or len(self.bounds) != len(self.removed):
+            return torch.ones(len(self.scores), dtype=torch.float64)
+        bounds = _last(self.bounds, back + 1)
+        fell, removed = bounds[0] - bounds[-1], _last(self.removed, back).sum(0)
+        found = (fell.clamp_min(0.0) / removed.clamp_min(_TINY)).sqrt().clamp(1.0, _LOOSEST)
+        return torch.where(fell.isfinite(), found, torch.ones_like(found))  # nothing was proven before
+
+
+def _last(rows: list[list[float]], count: int) -> Tensor:
+    return torch.tensor(rows[-count:], dtype=torch.float64)
 
 
 def _looked_at(slopes: Tensor) -> Tensor:

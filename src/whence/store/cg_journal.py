@@ -74,7 +74,7 @@ class CGJournal:
         if settling is not None:
             tensors |= {"settling/scores": settling.scores}
             tensors |= {} if settling.along is None else {"settling/along": settling.along}
-            notes["settling"] = {"moved": settling.moved, "removed": settling.removed}
+            notes["settling"] = {name: getattr(settling, name) for name in ("moved", "removed", "bounds")}
         notes |= {"operator": dict(state.operator), "norm": lanczos.norm, "reach": lanczos.reach}
         notes |= {"blocks": [len(lanczos.T.diagonal), len(lanczos.T.below)]}
         notes |= {"weighted": lanczos.weighted is not None}
