@@ -33,7 +33,7 @@ _STEPS = 3
 #: By how much what was removed is more visible than what is left; the first steps after a preconditioner's good guess
 #: are not.
 _FLATTER = 1.2
-#: Steps that tell how loose the bound is, and what is believed of that at most: of a step that hardly moved it is noise.
+#: Steps that tell how loose the bound is, and what is believed of that at most: where they hardly moved, it is noise.
 _BACK, _LOOSEST = 2, 1.7
 #: Of fewer examples than this, scores have no spread to speak of.
 _FEWEST = 8
