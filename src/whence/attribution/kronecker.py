@@ -2,10 +2,9 @@
 
 No spectrum tells beforehand how well a Kronecker-factored matrix fits a model's curvature. What it costs to find out
 can be counted, in forwards over all examples: making it, and two solves for a single right-hand side. Where a quarter
-of the iterations that all queries need is more than that, it is made, and tried on a third of the terms: without it,
-until the error is proven, and with it, until ``gᵀx`` is as large. ``gᵀu - gᵀx = ‖e‖²_A``, so the errors are the same
-then. (On far fewer terms, what was made for all of them is not as good.) So it comes in for many queries, which share
-it.
+of the iterations that all queries need is twice that, it is made, and tried on a third of the terms: without it, until
+the error is proven, and with it, until ``gᵀx`` is as large. ``gᵀu - gᵀx = ‖e‖²_A``, so the errors are the same then. (On
+far fewer terms, what was made for all of them is not as good.) So it comes in for many queries, which share it.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ _MAKING, _FIXED = 25.0, 2e11
 _EXAMPLES = 2048
 #: The part of the terms that it is tried on, and the least number of them.
 _TRIED, _FEWEST = 1 / 3, 4096
-#: The part of the iterations that it can be hoped to save; what it must save to be taken.
-_HOPED, _WORTHWHILE = 0.25, 0.1
+#: The part of the iterations that it can be hoped to save, and trials of which one succeeds; what it must save to be
+#: taken.
+_HOPED, _TRIALS, _WORTHWHILE = 0.25, 2.0, 0.1
 #: Vectors of the parameters' size that it takes itself.
 _COPIES = 4
 
@@ -81,7 +81,7 @@ def would_try(gnh: GaussNewton, chosen: Alternative, *, queries: int) -> bool:
     saved = _HOPED * passes * examples * (4 * queries * work.flops + 5 * forward)
     making = _MAKING * min(examples, _EXAMPLES) * forward + _FIXED
     trying = 2 * 5 * passes * examples * _trial_terms(gnh) / gnh.num_terms * forward
-    return saved > making + trying
+    return saved > _TRIALS * (making + trying)
 
 
 def kronecker(
