@@ -3,8 +3,8 @@
 No spectrum tells beforehand how well a Kronecker-factored matrix fits a model's curvature. What it costs to find out
 can be counted, in forwards over all examples: making it, and two solves for a single right-hand side. Where a quarter
 of the iterations that all queries need is twice that, it is made, and tried on a third of the terms: without it, until
-the error is proven, and with it, until ``gᵀx`` is as large. ``gᵀu - gᵀx = ‖e‖²_A``, so the errors are the same then. (On
-far fewer terms, what was made for all of them is not as good.) So it comes in for many queries, which share it.
+the error is proven, and with it, until ``gᵀx`` is as large. ``gᵀu - gᵀx = ‖e‖²_A``, so the errors are the same then.
+(On far fewer terms, what was made for all of them is not as good.) So it comes in for many queries, which share it.
 """
 
 from __future__ import annotations
