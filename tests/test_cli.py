@@ -94,10 +94,17 @@ def test_plan_tells_time_memory_and_disk_before_anything_long(place: Path) -> No
     assert cost["tries_ekfac"] is False
 
 
-def test_plan_says_that_ekfac_will_be_tried(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["whence.cli.app"], "would_try", lambda *_, **__: True)
+def test_plan_says_that_ekfac_will_be_tried_and_what_it_needs(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = [*training(place), "--queries", place / "queries.jsonl", "--max-length", "24"]
+    without = json.loads(invoke("plan", *options, "--json").stdout)
+    monkeypatch.setattr(sys.modules["whence.cli.app"], "would_try", lambda *_, **__: True)
     assert "will first try an EK-FAC preconditioner" in " ".join(invoke("plan", *options).stdout.split())
+    cost = json.loads(invoke("plan", *options, "--json").stdout)
+    assert cost["tries_ekfac"] is True
+    vector = 4 * cost["spectrum"]["num_parameters"]
+    assert cost["memory_bytes"] >= without["memory_bytes"] + vector  # a vector for every iteration
 
 
 def test_attribute_writes_a_run_a_page_and_a_table(place: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from whence.solvers import ConjugateGradient
 from whence.solvers.choice import Alternative, tolerance_for
 from whence.store import Run
 
-__all__ = ["Trial", "kronecker", "would_try"]
+__all__ = ["Trial", "kronecker", "with_basis", "would_try"]
 
 #: Forwards that making EK-FAC costs for each example, and work in flops that does not depend on the model.
 _MAKING, _FIXED = 25.0, 2e11
@@ -60,6 +60,14 @@ class Trial:
     with_it: int = 0
 
 
+def with_basis(gnh: GaussNewton, chosen: Alternative) -> Alternative:
+    """The same with the memory that it takes at most where EK-FAC is used: all of the basis is kept, and EK-FAC."""
+    kept = math.ceil(chosen.terms / gnh.num_terms)
+    return replace(
+        chosen, memory_copies=chosen.memory_copies + kept, shared_copies=chosen.shared_copies + _COPIES
+    )
+
+
 def would_try(gnh: GaussNewton, chosen: Alternative, *, queries: int) -> bool:
     """Whether EK-FAC would be made and tried in place of what was chosen: counted, nothing is run.
 
@@ -70,11 +78,11 @@ def would_try(gnh: GaussNewton, chosen: Alternative, *, queries: int) -> bool:
     """
     if chosen.solver != "cg" or gnh.product != "exact" or not gnh.has_factors:
         return False
-    passes = chosen.terms / gnh.num_terms
-    vector = 4.0 * gnh.num_parameters
     limit = half_of_memory(gnh.network.device)
-    if limit is not None and ((chosen.memory_copies + passes) * queries + _COPIES) * vector > limit:
+    needed = with_basis(gnh, chosen)
+    if limit is not None and needed.within(queries, 4.0 * gnh.num_parameters, limit).impossible:
         return False
+    passes = chosen.terms / gnh.num_terms
     work = count_work(gnh.network, gnh.terms.fetch(gnh.terms.longest(2)), gnh.micro_batch)
     examples = len(gnh.terms)
     forward = work.flops + work.launching / gnh.micro_batch  # of an example
@@ -107,9 +115,8 @@ def kronecker(
             return {"words": words + 'pip install "whence[curvlinops]".'}
         try:
             P = made()
-        except (
-            Exception
-        ) as error:  # whatever a model does to a library that it does without: it is told, and no harm
+        except Exception as error:
+            # Whatever a model does to a library that it can do without: the solve goes on, and the page tells why.
             return {"words": f" EK-FAC cannot be made for this model: {error}."}
         without, with_it = _try(gnh, settings, damping, P)
         return {"terms": _trial_terms(gnh), "without": without, "with_it": with_it}

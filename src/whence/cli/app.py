@@ -13,7 +13,7 @@ from whence.allocator import half_of_memory, keep_freed_memory
 from whence.attribution import Attribution, attribute, load
 from whence.attribution.clean_saving import is_cleaning, load_cleaning
 from whence.attribution.forecast import count_passes, forecast
-from whence.attribution.kronecker import would_try
+from whence.attribution.kronecker import with_basis, would_try
 from whence.attribution.saving import plan_to_json, spectrum_to_json
 from whence.cli.clean import clean_command
 from whence.cli.job import Job, JobOptions
@@ -117,8 +117,9 @@ def plan(
     refine = choice.of("lissa").refine if refine is None else refine
     made = Plan.tuned(measured, _damping(damping), num_terms=gnh.num_terms, chains=chains, refine=refine)
     examples = len(gnh.terms) if shortlist is None else len(shortlist)
-    cost = forecast(gnh, made, queries=queries, examples=examples, solver=choice.best)
     tries_ekfac = would_try(gnh, choice.best, queries=queries)
+    solver = with_basis(gnh, choice.best) if tries_ekfac else choice.best
+    cost = forecast(gnh, made, queries=queries, examples=examples, solver=solver)
     sweep = None
     if damping_sweep:
         sweep = sweep_dampings(
