@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.timing import report, save
+from reproduction.assets import cifar10, resnet56
 from whence import Classification, GaussNewton, ParamVector, keep_freed_memory
-from whence.assets import cifar10, resnet56
 from whence.scoring import Scorer
 
 IMAGES = 400

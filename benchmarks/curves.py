@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.timing import RESULTS, report
 from whence import Plan
-from whence.reproduce.drawing import COLOURS, figure
+from whence.report.drawing import COLOURS, figure
 
 __all__ = ["AUTO", "TARGET", "Curve", "Point", "correlation", "draw", "show"]
 

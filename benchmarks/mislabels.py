@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.timing import report, save
+from reproduction.assets import cifar10
 from whence import Classification, Damped, Estimate, GaussNewton, estimate_spectrum, keep_freed_memory
-from whence.assets import cifar10
 from whence.demo.digits import TRAIN, train_digits
-from whence.plan import auto_damping
 from whence.preconditioners import nystrom
 from whence.progress import track
-from whence.self_influence import self_influence
+from whence.scoring.self_influence import self_influence
 from whence.solvers import ConjugateGradient
+from whence.solvers.plan import auto_damping
 from whence.validation import detection_curve
 
 FLIPPED = 0.1

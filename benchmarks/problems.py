@@ -95,7 +95,7 @@ def llama(condition_number: float, queries: int, epochs: int = EPOCHS) -> Proble
 
 
 def resnet(condition_number: float, queries: int, images: int) -> Problem:
-    from whence.assets import cifar10, resnet56
+    from reproduction.assets import cifar10, resnet56
 
     train, test = cifar10("train").select(torch.arange(images)), cifar10("test")
     gnh = GaussNewton(resnet56(), Classification(), train)

@@ -21,7 +21,7 @@ from torch import nn
 from benchmarks.models import IGNORED, WORKLOADS, Workload
 from benchmarks.timing import interleaved, ratios, report, save
 from whence import Damped, GaussNewton, ParamVector, keep_freed_memory
-from whence.gauss_newton import SampledGaussNewton
+from whence.model.gauss_newton import SampledGaussNewton
 
 GRADIENT, EXACT, CENTRAL, STEP = "gradient", "whence exact", "whence central", "whence LiSSA step"
 PEER = "curvlinops GGN"

@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks.curves import AUTO, TARGET, Curve, Point, correlation, draw, show
 from benchmarks.problems import Problem, digits, llama, resnet
 from benchmarks.timing import RESULTS, report, save
+from reproduction.provenance import commit
 from whence import (
     ConjugateGradient,
     Damped,
@@ -43,11 +44,10 @@ from whence.attribution.forecast import count_passes
 from whence.attribution.kronecker import kronecker
 from whence.attribution.settings import Settings
 from whence.demo.text import EPOCHS
-from whence.ekfac import Ekfac, ekfac
 from whence.preconditioners import nystrom
-from whence.reproduce.provenance import commit
+from whence.preconditioners.ekfac import Ekfac, ekfac
+from whence.runs import Run
 from whence.solvers.choice import choose, make_solver
-from whence.store import Run
 
 PARTS = ("digits", "llama", "resnet")
 RANKS = ((10, 0.25), (30, 1.0))

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import whence
-from whence.reproduce.provenance import commit, cpu_name
+from reproduction.provenance import commit, cpu_name
 
 __all__ = ["Quartiles", "environment", "interleaved", "ratios", "report", "save"]
 

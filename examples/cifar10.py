@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import whence
-from whence.assets import CLASSES, TRAINED_ON, Images, cifar10, resnet56
+from reproduction.assets import CLASSES, TRAINED_ON, Images, cifar10, resnet56
 
 console = Console(highlight=False)
 

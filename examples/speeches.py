@@ -17,7 +17,7 @@ from rich.markup import escape
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import whence
-from whence.assets import Speech, smollm2_directory, speeches
+from reproduction.assets import Speech, smollm2_directory, speeches
 from whence.exhibit import Exhibit
 from whence.progress import ticker
 

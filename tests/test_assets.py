@@ -23,8 +23,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from whence import assets
-from whence.assets import cifar, residual_network, state_of_the_union, wikipedia
+from reproduction import assets
+from reproduction.assets import cifar, residual_network, state_of_the_union, wikipedia
 from whence.errors import DataError, OptionError
 
 

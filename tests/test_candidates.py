@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tiny_hf import byte_level
-from whence.candidates import Shortlist, bm25, from_ids, read_ids, tfidf, words
 from whence.errors import DataError, OptionError
 from whence.exhibit import Exhibit
 from whence.sources import ListedExamples, Passages, RowList
+from whence.sources.candidates import Shortlist, bm25, from_ids, read_ids, tfidf, words
 
 METHODS: list[Callable[..., Shortlist]] = [bm25, tfidf]
 VOCABULARY = ["cat", "dog", "fish", "bird", "tree", "river", "stone", "cloud", "light", "sound"]

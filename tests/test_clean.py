@@ -1,4 +1,4 @@
-"""`whence.attribution.clean` and ``whence clean``: ranking, files, interruptions, the page, the command."""
+"""`whence.cleaning.clean` and ``whence clean``: ranking, files, interruptions, the page, the command."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ import pages
 from test_report_in_browser import CONTRASTS, Browser, browser, fill, visit  # noqa: F401 (fixtures)
 from tiny_hf import gpt2_directory
 from whence import Classification, Exhibit, LanguageModeling, Regression, attribute
-from whence.attribution import load, measuring
-from whence.attribution.clean import clean
-from whence.attribution.clean_saving import load_cleaning
-from whence.attribution.cleaning import Cleaning, safe_cell
+from whence.attribution import load
+from whence.cleaning import measuring
+from whence.cleaning.clean import clean
+from whence.cleaning.clean_saving import load_cleaning
+from whence.cleaning.cleaning import Cleaning, safe_cell
 from whence.cli import app
 from whence.errors import DataError, OptionError, RunDirectoryError
 from whence.report.clean import render
-from whence.store.readings import ReadingParts
+from whence.runs.readings import ReadingParts
 
 EXAMPLES = 90
 NAMES = [f"class {k}" for k in range(10)]

@@ -18,7 +18,7 @@ from whence.attribution.sweep import CONDITION_NUMBERS, DampingForecast, forecas
 from whence.cli import app
 from whence.cli.sweep import draw
 from whence.errors import OptionError
-from whence.plan import Plan
+from whence.solvers.plan import Plan
 from whence.spectrum import Density, spectral_density
 
 RUNNER = CliRunner()

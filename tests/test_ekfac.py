@@ -32,8 +32,8 @@ from whence import (
     ParamVector,
     Regression,
 )
-from whence.ekfac import Ekfac, KroneckerBlock, ekfac
 from whence.errors import ModelError, OptionError, RunDirectoryError, VectorError
+from whence.preconditioners.ekfac import Ekfac, KroneckerBlock, ekfac
 from zoo import CASES, VOCABULARY, sequences, vectors
 
 ZOO = {case.name: case for case in CASES}

@@ -31,8 +31,8 @@ from test_ekfac import (
 )
 from test_untouched import state
 from whence import Classification, GaussNewton, LanguageModeling
-from whence.ekfac import Ekfac, KroneckerBlock, ekfac
 from whence.errors import ModelError, OptionError, RunDirectoryError
+from whence.preconditioners.ekfac import Ekfac, KroneckerBlock, ekfac
 
 TOKENS, WIDTH, CLASSES, LENGTH = 7, 3, 4, 5
 

@@ -12,7 +12,7 @@ from dense import dense_gauss_newton, per_example_matrices, relative_error, soft
 from small import DOUBLE, classifier, generator, operator
 from whence import Classification, GaussNewton, ParamVector, Regression, estimate_spectrum
 from whence.errors import OptionError
-from whence.importance import Importance, measure_importance
+from whence.model.importance import Importance, measure_importance
 from zoo import CASES, Case, vectors
 
 PRODUCTS: list[Literal["exact", "finite-difference"]] = ["exact", "finite-difference"]

@@ -14,8 +14,8 @@ import torch
 from small import generator, operator
 from whence import Damped, Estimate, FiniteSum, GaussNewton, Lissa, ParamVector, Plan, Solution, Spectrum
 from whence.errors import RunDirectoryError, WhenceWarning
+from whence.runs import FileJournal
 from whence.solvers.journal import SolveState
-from whence.store import FileJournal
 from zoo import PLAIN, vectors
 
 DAMPING = 0.2

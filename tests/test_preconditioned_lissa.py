@@ -24,9 +24,9 @@ from whence import (
 )
 from whence.errors import DivergenceError, OptionError, VectorError, WhenceWarning
 from whence.preconditioners import LowRank, Preconditioned, nystrom
+from whence.runs import FileJournal
 from whence.solvers.error_parts import left_of_default_start, left_of_start
 from whence.solvers.journal import SolveState
-from whence.store import FileJournal
 
 N = 10
 DAMPING = 0.05

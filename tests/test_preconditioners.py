@@ -413,7 +413,7 @@ def test_another_damping_costs_nothing(maker: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_saved_and_read_again_bit_for_bit(dtype: str, tmp_path: Path) -> None:
-    from whence.store.files import read_tensors, write_tensors
+    from whence.runs.files import read_tensors, write_tensors
 
     H = prescribed(SPECTRA["slow"], dtype=DTYPES[dtype], shapes=SHAPES)
     for maker in ("nystrom", "unconverged"):

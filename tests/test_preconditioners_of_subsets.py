@@ -29,7 +29,7 @@ from whence import (
     Regression,
 )
 from whence.errors import OptionError, VectorError
-from whence.importance import measure_importance
+from whence.model.importance import measure_importance
 from whence.preconditioners import (
     LowRank,
     Preconditioned,

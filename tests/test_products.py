@@ -150,7 +150,7 @@ def test_an_unused_parameter_gets_a_zero_product() -> None:
 
 def test_one_sided_bias_is_quadratic_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sign alone errs by O(δ); the mean over the two signs by O(δ²)."""
-    from whence.products.finite_difference import FiniteDifferences
+    from whence.model.finite_difference import FiniteDifferences
 
     case = HUGGING_FACE[0]
     gnh = operator(case, torch.float64, "finite-difference")
@@ -160,7 +160,7 @@ def test_one_sided_bias_is_quadratic_in_the_step(monkeypatch: pytest.MonkeyPatch
     errors = []
     for aim in (0.08, 0.04, 0.02):
         monkeypatch.setattr(FiniteDifferences, "_aim", lambda self, outputs, aim=aim: aim)
-        monkeypatch.setattr("whence.products.finite_difference._ACCEPT", 1.001)
+        monkeypatch.setattr("whence.model.finite_difference._ACCEPT", 1.001)
         plus, minus = (gnh._matvec(vector, everything, sign) for sign in (1, -1))
         mean = plus.clone().lerp_(minus, 0.5)
         errors.append([relative_error(v, dense.matvec(vector)) for v in (plus, mean)])
@@ -188,7 +188,7 @@ def test_holding_the_kinks_is_what_makes_relu_accurate(monkeypatch: pytest.Monke
     vector = exact.zeros().randn_like(torch.Generator().manual_seed(1))
     expected = exact.matvec(vector)
     held = GaussNewton(model, Classification(), data, product="finite-difference").matvec(vector)
-    monkeypatch.setattr("whence.products.kinks._KINKED", {})
+    monkeypatch.setattr("whence.model.kinks._KINKED", {})
     free = GaussNewton(model, Classification(), data, product="finite-difference").matvec(vector)
     assert relative_error(held, expected) <= 1e-3
     assert relative_error(free, expected) >= 5 * relative_error(held, expected)

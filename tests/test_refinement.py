@@ -31,9 +31,9 @@ from whence import (
 )
 from whence.errors import DivergenceError, OptionError, WhenceWarning
 from whence.preconditioners import Preconditioned, nystrom
+from whence.runs import FileJournal
 from whence.solvers.error_parts import left_of_start, relative_spread
 from whence.solvers.refinement import Refinement, snapshot_pays
-from whence.store import FileJournal
 
 N = 12
 DAMPING = 0.1

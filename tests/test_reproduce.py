@@ -19,16 +19,16 @@ import torch
 from PIL import Image
 from torch import nn
 
+from reproduction import NAMES, figure1, figure2, figure3, figure4, reproduce, spectra, subjects
+from reproduction.figure1 import case_of
+from reproduction.figure3 import paraphrase_test
+from reproduction.sentences import PAIRS
+from reproduction.table1 import PRINTED, rounded
+from reproduction.table2 import FROBENIUS
+from reproduction.writing import read
 from tiny_hf import byte_level, vit_directory
 from whence.errors import OptionError
-from whence.reproduce import NAMES, figure1, figure2, figure3, figure4, reproduce, spectra, subjects
-from whence.reproduce.figure1 import case_of
-from whence.reproduce.figure3 import paraphrase_test
-from whence.reproduce.sentences import PAIRS
-from whence.reproduce.table1 import PRINTED, rounded
-from whence.reproduce.table2 import FROBENIUS
-from whence.reproduce.writing import read
-from whence.similarity import gradient_similarity
+from whence.scoring.similarity import gradient_similarity
 
 # --- arithmetic on what the paper prints -----------------------------------------------------------------
 
@@ -122,7 +122,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("quick")
     effort = figure1._Effort(images=2, tests=40, full_batch=True, refine=2.0, chains=2, tuning_chains=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("whence.reproduce.run.subjects", lambda profile, kind=None: ("digits-mlp",))
+        patch.setattr("reproduction.run.subjects", lambda profile, kind=None: ("digits-mlp",))
         patch.setitem(figure1._EFFORTS, "quick", effort)
         patch.setitem(figure2._EFFORTS, "quick", (100, 10, 60, 1))
         for name in QUICK:
@@ -167,7 +167,7 @@ def test_everything_is_written_and_summed_up(quick: Path) -> None:
 
 
 def test_a_second_run_measures_nothing_again(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whence.reproduce.run.subjects", lambda profile, kind=None: ("digits-mlp",))
+    monkeypatch.setattr("reproduction.run.subjects", lambda profile, kind=None: ("digits-mlp",))
     monkeypatch.setattr(spectra, "_measure", None)
     monkeypatch.setattr(figure1, "_image", None)
     monkeypatch.setattr(figure2, "_measure", None)
@@ -347,7 +347,7 @@ def test_missing_inputs_are_named(tmp_path: Path, inputs: Path) -> None:
 
 HUB = """
 import sys
-from whence.reproduce import subjects
+from reproduction import subjects
 
 images, texts = sys.argv[1:]
 subjects._PAPER_DATA["vision"] = ("imagenet", images, ("train", "validation"))

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import conformance
-from whence import Classification, Estimate, GaussNewton, ParamVector, estimate_spectrum
-from whence.errors import OptionError
-from whence.reproduce import counterexample
-from whence.reproduce.signed_inputs import (
+from reproduction import counterexample
+from reproduction.signed_inputs import (
     Paths,
     Setting,
     SignedInputs,
@@ -29,6 +27,8 @@ from whence.reproduce.signed_inputs import (
     simulate,
     theorem_matrix,
 )
+from whence import Classification, Estimate, GaussNewton, ParamVector, estimate_spectrum
+from whence.errors import OptionError
 
 TINY = Setting((1.0, 0.5, 0.2), damping=0.3, step_size=0.7, batch_size=2, steps=4)
 EVEN = Setting((0.8,) * 3, damping=0.3, step_size=0.7, batch_size=2, steps=4)
@@ -217,7 +217,7 @@ def test_simulated_means_are_the_closed_forms(setting: Setting) -> None:
 
 
 def test_runs_in_several_chunks_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from whence.reproduce import signed_inputs
+    from reproduction import signed_inputs
 
     whole = simulate(TINY, runs=50, generator=generator())
     monkeypatch.setattr(signed_inputs, "_CHUNK", 6 * 7)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from reproduction.finding import Finding
+from reproduction.provenance import provenance
+from reproduction.writing import read, read_provenance, summary, write
 from whence.errors import OptionError, RunDirectoryError, StorageError
-from whence.reproduce.drawing import COLOURS, figure
-from whence.reproduce.finding import Finding
-from whence.reproduce.provenance import provenance
-from whence.reproduce.writing import read, read_provenance, summary, write
+from whence.report.drawing import COLOURS, figure
 
 
 def finding(**changes: Any) -> Finding:
@@ -100,7 +100,7 @@ def test_a_checkout_of_somebody_else_is_not_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A package installed inside another project's repository has no commit."""
-    from whence.reproduce import provenance as module
+    from reproduction import provenance as module
 
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
@@ -231,5 +231,5 @@ def test_figures_leave_matplotlib_as_it_was_and_open_no_window() -> None:
     assert dict(matplotlib.rcParams) == before
     assert type(drawn.canvas).__name__ == "FigureCanvasAgg"
     assert drawn.axes[0].lines[0].get_color() == COLOURS[0]
-    code = "import sys, whence.reproduce.finding; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, reproduction.finding; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from dense import dense_gauss_newton
-from whence import GaussNewton, LanguageModeling, ParamVector
-from whence.errors import DataError, OptionError
-from whence.reproduce import tfidf
-from whence.reproduce.bag_of_words import (
+from reproduction import tfidf
+from reproduction.bag_of_words import (
     BagOfWords,
     Documents,
     agreement,
@@ -25,7 +23,9 @@ from whence.reproduce.bag_of_words import (
     tf_idf,
     topics,
 )
-from whence.similarity import cosines
+from whence import GaussNewton, LanguageModeling, ParamVector
+from whence.errors import DataError, OptionError
+from whence.scoring.similarity import cosines
 
 TEXTS = [
     text.split()

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from whence.errors import RunDirectoryError, StorageError, WhenceWarning
-from whence.store import Run
-from whence.store.files import TEMPORARY, write_json
-from whence.store.run import FORMAT, environment, read_config
+from whence.runs import Run
+from whence.runs.files import TEMPORARY, write_json
+from whence.runs.run import FORMAT, environment, read_config
 
 CONFIG = {"damping": "auto", "seed": 0, "refine": 1.5, "title": "λ", "micro_batch": None, "baseline": True}
 
@@ -162,7 +162,7 @@ def test_a_run_whose_beginning_was_cut_off_can_begin_again(
         write_json(path, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr("whence.store.run.write_json", write)
+        patch.setattr("whence.runs.run.write_json", write)
         with pytest.raises(StorageError):
             Run(tmp_path, CONFIG)
     Run(tmp_path, CONFIG)
@@ -271,9 +271,9 @@ import json, os, resource, signal, sys
 from pathlib import Path
 import pyarrow.parquet, torch
 from whence.errors import StorageError
-from whence.store import FileJournal, Run, ScoreParts
-from whence.store.files import replace_file
-from whence.store.scores import PartOfScores
+from whence.runs import FileJournal, Run, ScoreParts
+from whence.runs.files import replace_file
+from whence.runs.scores import PartOfScores
 
 def outcome(action):
     try:

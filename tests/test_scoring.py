@@ -259,7 +259,7 @@ def test_a_derivative_is_divided_by_the_step_it_was_taken_with(monkeypatch: pyte
     differences = gnh.differences(batch)
     memory, step = differences.calibrate(batch, column)
     truth = everything(scorer(case, "exact", "directional"))[0, :6]
-    monkeypatch.setattr("whence.products.finite_difference._MAX_CORRECTIONS", 1)
+    monkeypatch.setattr("whence.model.finite_difference._MAX_CORRECTIONS", 1)
     for off in (1.0, 0.01, 20.0):
         derivatives = differences.loss_derivatives(
             batch, column, (memory, off * step), lambda outputs: gnh.task.losses(outputs, batch)

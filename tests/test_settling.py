@@ -21,11 +21,11 @@ from whence import ConjugateGradient, Damped, Dense, GaussNewton, LanguageModeli
 from whence.errors import OptionError
 from whence.preconditioners import nystrom
 from whence.report.formatting import percentage
+from whence.runs.cg_journal import CGJournal
 from whence.scoring import Scorer
 from whence.solvers import CGState, ErrorParts
 from whence.solvers.choice import relative_error, tolerance_for
 from whence.solvers.settling import Settling
-from whence.store.cg_journal import CGJournal
 from zoo import CASES, Case
 
 # --- slopes ---------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dense import relative_error
+from reproduction.assets import smollm2_directory
 from whence import GaussNewton, LanguageModeling, ParamVector, lanczos
-from whence.assets import smollm2_directory
 
 pytestmark = [
     pytest.mark.slow,

@@ -401,7 +401,5 @@ def test_nothing_optional_is_imported_with_the_package() -> None:
     import subprocess
 
     libraries = "{'transformers', 'sklearn', 'datasets', 'PIL', 'pyarrow', 'bm25s', 'tokenizers'}"
-    code = (
-        f"import sys, whence.sources, whence.candidates; sys.exit(str({libraries} & set(sys.modules) or ''))"
-    )
+    code = f"import sys, whence.sources, whence.sources.candidates; sys.exit(str({libraries} & set(sys.modules) or ''))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).stderr.strip() == b""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from test_cg import DOUBLE, SIZE, SPECTRA, DensePreconditioner, Problem, generator, rotation
+from whence.runs.cg_journal import CGJournal
 from whence.solvers import CGState, ConjugateGradient
-from whence.store.cg_journal import CGJournal
 
 
 def diagonal_nearby(problem: Problem, *, turned: float = 0.1) -> DensePreconditioner:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from small import classifier, generator
 from whence import ParamVector
 from whence.errors import RunDirectoryError, StorageError
-from whence.store import Run, ScoreParts
-from whence.store.files import TEMPORARY, read_json, read_tensors, replace_file, write_json, write_tensors
-from whence.store.fingerprint import of_data, of_model, of_value
-from whence.store.journal import pack, unpack
-from whence.store.scores import PartOfScores
+from whence.runs import Run, ScoreParts
+from whence.runs.files import TEMPORARY, read_json, read_tensors, replace_file, write_json, write_tensors
+from whence.runs.fingerprint import of_data, of_model, of_value
+from whence.runs.journal import pack, unpack
+from whence.runs.scores import PartOfScores
 from zoo import CASES, vectors
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

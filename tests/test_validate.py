@@ -26,8 +26,8 @@ from whence.cli import app
 from whence.cli.validate import parse_duration
 from whence.errors import DataError, OptionError, RunDirectoryError, SolverError
 from whence.report.checks import NAMES, Check, Comparison, Validation
-from whence.store import ScoreParts
-from whence.store.scores import PartOfScores
+from whence.runs import ScoreParts
+from whence.runs.scores import PartOfScores
 from whence.validation import ProximalResponse, affordable, checks, damping_sweep, validate
 from whence.validation.verdicts import batch_check, damping_check, fine_tuning_check, solver_check
 

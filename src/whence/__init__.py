@@ -15,14 +15,14 @@ The steps it is made of, each usable alone::
 """
 
 from whence import errors
-from whence.allocator import keep_freed_memory
 from whence.attribution import Attribution, attribute, load
 from whence.exhibit import Exhibit
-from whence.gauss_newton import GaussNewton
+from whence.model.gauss_newton import GaussNewton
+from whence.model.memory import keep_freed_memory
 from whence.operators import Damped, Dense, FiniteSum, LinearOperator
-from whence.plan import Plan
-from whence.similarity import gradient_similarity, influence_similarity
+from whence.scoring.similarity import gradient_similarity, influence_similarity
 from whence.solvers import Certificate, ConjugateGradient, Lissa, Refinement, Solution, Solver
+from whence.solvers.plan import Plan
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum, lanczos, sketch
 from whence.tasks import Classification, ConvexLoss, LanguageModeling, Regression, Task
 from whence.validation import linear_datamodeling_score, pbrf

@@ -16,10 +16,10 @@ from whence.attribution.rounds import Rounds
 from whence.attribution.settings import Settings
 from whence.attribution.stopping import Until, top_is_separated
 from whence.attribution.uncertainty import Scored
-from whence.gauss_newton import GaussNewton
+from whence.model.gauss_newton import GaussNewton
+from whence.runs import Run, ScoreParts
+from whence.runs.scores import PartOfScores
 from whence.scoring import Scorer
-from whence.store import Run, ScoreParts
-from whence.store.scores import PartOfScores
 from whence.vectors import ParamVector
 
 __all__ = ["Answer", "timed"]

@@ -24,17 +24,17 @@ from whence.attribution.rounds import Rounds
 from whence.attribution.saving import load, write_result
 from whence.attribution.settings import Sampling, Settings, SolverChoice
 from whence.attribution.showing import ask, describer, ends_of_rankings, token_shares
-from whence.candidates import Shortlist
-from whence.data import TermSet
 from whence.errors import DataError, OptionError
 from whence.exhibit import Exhibit
-from whence.gauss_newton import GaussNewton, Product
+from whence.model.data import TermSet
+from whence.model.gauss_newton import GaussNewton, Product
+from whence.model.selection import ParameterFilter
+from whence.runs import Run
+from whence.runs.fingerprint import of_data, of_model, of_value
+from whence.runs.run import environment
 from whence.scoring import Method
-from whence.selection import ParameterFilter
 from whence.solvers.choice import resolve_accuracy
-from whence.store import Run
-from whence.store.fingerprint import of_data, of_model, of_value
-from whence.store.run import environment
+from whence.sources.candidates import Shortlist
 from whence.tasks import LanguageModeling, Task
 
 __all__ = ["Candidates", "attribute"]
@@ -85,7 +85,7 @@ def attribute(
         queries: examples whose loss is to be explained: a sequence like the training data, such as
             ``[task.query(prompt, completion)]``.
         task: what the model's outputs mean.
-        damping: λ, or ``"auto"``: λmax/200, from the measured spectrum (`whence.plan.auto_damping`); any other part
+        damping: λ, or ``"auto"``: λmax/200, from the measured spectrum (`auto_damping`); any other part
             of λmax is written ``"lambda_max/50"``.
         params: which parameters: a predicate on names or glob patterns; all trainable ones by default.
         solver: ``"auto"``: the one that should reach the accuracy at the least cost (`whence.solvers.choice`);
@@ -98,7 +98,7 @@ def attribute(
         chains: LiSSA's independent solves: their mean is the answer, their spread the error bar.
         refine: cost of each chain, as a multiple of the paper's plan; by default what the accuracy needs.
         method: how to score; see `whence.scoring.Scorer`.
-        candidates: score only these: positions, or a shortlist of `whence.candidates`. The result says what was
+        candidates: score only these: positions, or a shortlist of `whence.sources.candidates`. The result says what was
             left out. The solve is about all of the data in any case.
         baseline: also compute plain gradient dot products, to compare with.
         shown: examples at each end of a ranking whose text or picture is kept for the page.
@@ -115,7 +115,7 @@ def attribute(
         part_size: examples per part of the scores written there; by default about a minute's work.
         lanczos_terms: terms of the data that λmax is measured on, at most.
         sampling: how batches are drawn: ``"uniform"``; ``"curvature"``, by how uncertain the model is of an example
-            (`whence.importance`), which pays where it is certain of almost all of them; or ``"auto"``: by curvature
+            (`importance`), which pays where it is certain of almost all of them; or ``"auto"``: by curvature
             where the measured noise of batches says that it pays.
         until: ``"top-10 stable"`` solves on until the ten most helpful examples of every query are separated from the
             rest, at a confidence of 0.95 or as in ``"top-10 stable at 0.99"``; the result says whether they are.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whence.gauss_newton import GaussNewton
-from whence.plan import Plan
+from whence.model.gauss_newton import GaussNewton
 from whence.scoring.cost import count_work
 from whence.solvers.choice import Alternative, Passes
+from whence.solvers.plan import Plan
 
 __all__ = ["Forecast", "count_passes", "forecast"]
 

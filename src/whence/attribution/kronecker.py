@@ -17,15 +17,15 @@ from typing import Any
 
 from torch import Tensor
 
-from whence.allocator import half_of_memory
 from whence.attribution.settings import Settings
-from whence.ekfac import Ekfac, ekfac
-from whence.gauss_newton import GaussNewton
+from whence.model.gauss_newton import GaussNewton
+from whence.model.memory import half_of_memory
 from whence.operators import Damped
+from whence.preconditioners.ekfac import Ekfac, ekfac
+from whence.runs import Run
 from whence.scoring.cost import count_work
 from whence.solvers import ConjugateGradient
 from whence.solvers.choice import Alternative, tolerance_for
-from whence.store import Run
 
 __all__ = ["Trial", "kronecker", "with_basis", "would_try"]
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.data import TermSet
-from whence.gauss_newton import GaussNewton
+from whence.model.data import TermSet
+from whence.model.gauss_newton import GaussNewton
 from whence.progress import ticker
+from whence.runs import Run, ScoreParts
+from whence.runs.journal import pack, unpack
+from whence.runs.scores import PartOfScores
 from whence.scoring import Scorer
-from whence.store import Run, ScoreParts
-from whence.store.journal import pack, unpack
-from whence.store.scores import PartOfScores
 from whence.vectors import ParamVector
 
 __all__ = ["directions", "parts_of", "query_gradients", "score"]

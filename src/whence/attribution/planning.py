@@ -7,19 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
-from whence.allocator import half_of_memory
 from whence.attribution.forecast import count_passes
 from whence.attribution.kronecker import Trial, kronecker
 from whence.attribution.sampling import curvature_pays, draw_by_curvature
 from whence.attribution.saving import plan_from_json, plan_to_json, spectrum_from_json, spectrum_to_json
 from whence.attribution.settings import Settings
-from whence.gauss_newton import GaussNewton
-from whence.plan import Plan
+from whence.model.gauss_newton import GaussNewton
+from whence.model.memory import half_of_memory
 from whence.preconditioners import LowRank, nystrom
+from whence.runs import Run
 from whence.solvers import ConjugateGradient, Lissa, Refinement
 from whence.solvers.choice import Alternative, Choice, choose, make_solver
+from whence.solvers.plan import Plan
 from whence.spectrum import Spectrum, estimate_spectrum
-from whence.store import Run
 
 __all__ = ["Planned", "make_plan"]
 

@@ -16,11 +16,11 @@ from whence.attribution.ranking import Ranking, Row, import_pandas, rank_example
 from whence.attribution.uncertainty import Scored
 from whence.errors import OptionError
 from whence.exhibit import Exhibit
-from whence.plan import Plan
 from whence.report.checks import Validation
-from whence.similarity import cosines, similarity_of_chains
+from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers.certificate import Certificate
 from whence.solvers.error_parts import ErrorParts
+from whence.solvers.plan import Plan
 
 __all__ = ["Attribution", "Solve"]
 
@@ -40,7 +40,7 @@ class Solve:
         choice: why, in words, where it was chosen.
         certificate: proven bounds of the solution's error, where the solver has them.
         score_rms: ``‖u‖_H``, what they are compared with: the root mean square of the scores, per query.
-        by_curvature: whether batches were drawn by curvature (`whence.importance`), not uniformly.
+        by_curvature: whether batches were drawn by curvature (`whence.model.importance`), not uniformly.
         error_parts: which part of the scores' error is bias, which sampling, and which is proven, per query.
     """
 
@@ -189,7 +189,7 @@ class Attribution:
         return torch.stack(pairs).mean(0)
 
     def influence_similarity(self) -> tuple[Tensor, Tensor]:
-        """Influence-similarity between the queries and its error (`whence.similarity`).
+        """Influence-similarity between the queries and its error (`whence.scoring.similarity`).
 
         From several chains a standard error; from a certificate a bound: the errors e of conjugate gradients are
         orthogonal to the space that all queries share, so ``gᵢᵀeⱼ = eᵢᵀ(H + λ)eⱼ ≤ bᵢbⱼ``.

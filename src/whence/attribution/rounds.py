@@ -23,13 +23,13 @@ from whence.attribution.saving import (
     plan_to_json,
 )
 from whence.attribution.settings import Settings
-from whence.gauss_newton import GaussNewton
+from whence.model.gauss_newton import GaussNewton
 from whence.operators import Damped
-from whence.plan import Plan
+from whence.runs import FileJournal, Run
+from whence.runs.cg_journal import CGJournal
+from whence.runs.journal import pack, unpack
 from whence.solvers import CGState, ConjugateGradient, ErrorParts, Refinement, Solution
-from whence.store import FileJournal, Run
-from whence.store.cg_journal import CGJournal
-from whence.store.journal import pack, unpack
+from whence.solvers.plan import Plan
 from whence.vectors import ParamVector
 
 __all__ = ["Rounds"]

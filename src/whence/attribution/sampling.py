@@ -1,4 +1,4 @@
-"""When to draw batches by curvature, and doing so: `whence.importance` inside a run."""
+"""When to draw batches by curvature, and doing so: `whence.model.importance` inside a run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from whence.gauss_newton import GaussNewton
-from whence.importance import Importance, measure_importance
+from whence.model.gauss_newton import GaussNewton
+from whence.model.importance import Importance, measure_importance
+from whence.runs import Run
 from whence.spectrum import Spectrum
-from whence.store import Run
 from whence.tasks import Task
 
 __all__ = ["curvature_pays", "draw_by_curvature"]

@@ -13,15 +13,15 @@ import torch
 from whence.attribution.result import Attribution, Solve
 from whence.errors import RunDirectoryError
 from whence.exhibit import Exhibit
-from whence.plan import Plan
 from whence.report.checks import Validation
+from whence.runs import Run, ScoreParts
+from whence.runs.files import read_json, replace_file, write_json
+from whence.runs.run import environment, read_config
+from whence.runs.scores import PartOfScores
 from whence.solvers.certificate import Certificate
 from whence.solvers.error_parts import ErrorParts
+from whence.solvers.plan import Plan
 from whence.spectrum import Estimate, Spectrum
-from whence.store import Run, ScoreParts
-from whence.store.files import read_json, replace_file, write_json
-from whence.store.run import environment, read_config
-from whence.store.scores import PartOfScores
 
 __all__ = [
     "VALIDATION",

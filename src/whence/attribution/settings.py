@@ -9,16 +9,16 @@ import torch
 
 from whence.attribution.stopping import Until
 from whence.errors import OptionError
-from whence.gauss_newton import Product
-from whence.plan import check_damping
+from whence.model.gauss_newton import Product
 from whence.scoring import Method
 from whence.solvers import ConjugateGradient, Lissa, Refinement
 from whence.solvers.choice import check_accuracy
+from whence.solvers.plan import check_damping
 
 __all__ = ["Sampling", "Settings", "SolverChoice"]
 
 SolverChoice = Literal["auto", "lissa", "cg", "refinement"] | Lissa | ConjugateGradient | Refinement
-#: How batches are drawn: with equal chances, by curvature (`whence.importance`), or as the measured noise suggests.
+#: How batches are drawn: with equal chances, by curvature (`importance`), or as the measured noise suggests.
 Sampling = Literal["auto", "uniform", "curvature"]
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from whence.attribution.ranking import rank_examples
 from whence.attribution.uncertainty import Scored
-from whence.data import TermSet
 from whence.errors import DataError
 from whence.exhibit import Exhibit
-from whence.gauss_newton import GaussNewton
+from whence.model.data import TermSet
+from whence.model.gauss_newton import GaussNewton
 from whence.progress import track
+from whence.runs.scores import PartOfScores
 from whence.scoring import Scorer
-from whence.store.scores import PartOfScores
 from whence.tasks.categorical import CategoricalTask
 from whence.vectors import ParamVector
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from whence.errors import OptionError
-from whence.plan import Plan, check_damping, format_duration, resolve_damping
+from whence.solvers.plan import Plan, check_damping, format_duration, resolve_damping
 from whence.spectrum import Density, Estimate, Iterations, Spectrum
 
 __all__ = [

@@ -9,26 +9,25 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from whence.allocator import half_of_memory, keep_freed_memory
 from whence.attribution import Attribution, attribute, load
-from whence.attribution.clean_saving import is_cleaning, load_cleaning
 from whence.attribution.forecast import count_passes, forecast
 from whence.attribution.kronecker import with_basis, would_try
 from whence.attribution.saving import plan_to_json, spectrum_to_json
+from whence.cleaning.clean_saving import is_cleaning, load_cleaning
 from whence.cli.clean import clean_command
 from whence.cli.job import Job, JobOptions
 from whence.cli.options import AsJson, guarded, takes_job
 from whence.cli.outcome import NOT_CONVERGED, out, print_json, say
-from whence.cli.reproduce import reproduce_command
 from whence.cli.sweep import check_figure, draw, sweep_dampings
 from whence.cli.tables import rows_as_json, show_forecast, show_plan, show_result, show_sweep
 from whence.cli.validate import validate_command
 from whence.errors import RunDirectoryError
-from whence.gauss_newton import GaussNewton
-from whence.plan import Plan, check_damping
+from whence.model.gauss_newton import GaussNewton
+from whence.model.memory import half_of_memory, keep_freed_memory
+from whence.runs.files import read_json, write_json
 from whence.solvers.choice import choose, resolve_accuracy
+from whence.solvers.plan import Plan, check_damping
 from whence.spectrum import Spectrum, estimate_spectrum
-from whence.store.files import read_json, write_json
 
 __all__ = ["app", "main"]
 
@@ -267,11 +266,6 @@ app.command("clean", epilog="Example: [bold]whence clean my-model/ --train train
 app.command("validate", epilog="Example: [bold]whence validate runs/first --budget 10min[/]")(
     validate_command
 )
-
-
-app.command(
-    "reproduce", epilog="Example: [bold]whence reproduce figure4 --profile quick --output results[/]"
-)(reproduce_command)
 
 
 @app.command(epilog="Example: [bold]whence demo --output demo[/]")

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from whence.attribution.clean import clean
-from whence.attribution.cleaning import Cleaning
+from whence.cleaning.clean import clean
+from whence.cleaning.cleaning import Cleaning
 from whence.cli.job import Job
 from whence.cli.options import AsJson, takes_job
 from whence.cli.outcome import NOT_CONVERGED, out, print_json, say

@@ -8,9 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from whence.candidates import Shortlist, bm25, from_ids, tfidf
 from whence.errors import OptionError
-from whence.gauss_newton import GaussNewton
+from whence.model.gauss_newton import GaussNewton
 from whence.sources import (
     ClassifiedTexts,
     Examples,
@@ -24,6 +23,7 @@ from whence.sources import (
     open_images,
     open_records,
 )
+from whence.sources.candidates import Shortlist, bm25, from_ids, tfidf
 from whence.tasks import Classification, LanguageModeling, Task
 
 __all__ = ["Job", "JobOptions"]

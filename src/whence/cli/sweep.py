@@ -12,11 +12,11 @@ from whence.attribution.forecast import Forecast
 from whence.attribution.sweep import DampingForecast, forecast_dampings
 from whence.cli.outcome import say
 from whence.errors import OptionError
-from whence.gauss_newton import GaussNewton
-from whence.plan import Plan, format_duration
-from whence.sources.libraries import load_library
+from whence.libraries import load_library
+from whence.model.gauss_newton import GaussNewton
+from whence.runs.files import replace_file
+from whence.solvers.plan import Plan, format_duration
 from whence.spectrum import spectral_density
-from whence.store.files import replace_file
 
 __all__ = ["check_figure", "draw", "sweep_dampings"]
 
@@ -70,7 +70,7 @@ def check_figure(path: Path | None, wanted: bool) -> None:
 
 def draw(sweep: DampingForecast, path: Path) -> None:
     """Effective dimension, cost and agreement of scores over κ, three panels in one file."""
-    from whence.reproduce.drawing import figure
+    from whence.report.drawing import figure
 
     outlooks = sweep.outlooks
     kappa = [outlook.plan.condition_number for outlook in outlooks]

@@ -11,8 +11,8 @@ from whence.attribution import Attribution, Row
 from whence.attribution.forecast import Forecast
 from whence.attribution.sweep import DampingForecast
 from whence.exhibit import Exhibit
-from whence.plan import Plan, format_bytes, format_duration
 from whence.solvers.choice import Choice, relative_error
+from whence.solvers.plan import Plan, format_bytes, format_duration
 
 __all__ = ["rows_as_json", "show_forecast", "show_plan", "show_result", "show_sweep"]
 

@@ -16,7 +16,7 @@ from whence.cli.options import AsJson, guarded
 from whence.cli.outcome import NOT_CONVERGED, out, print_json
 from whence.errors import OptionError, RunDirectoryError
 from whence.report.checks import LIMITS, NAMES, Validation
-from whence.store.files import read_json
+from whence.runs.files import read_json
 
 __all__ = ["parse_duration", "validate_command"]
 

@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from whence.products.network import Network
+from whence.model.network import Network
 from whence.tasks import Batch
 
 __all__ = ["Work", "count_work"]

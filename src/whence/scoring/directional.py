@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whence.gauss_newton import GaussNewton
-from whence.inspection import check_finite
-from whence.products.exact import tangent_only
-from whence.products.finite_difference import StepMemory
+from whence.model.exact import tangent_only
+from whence.model.finite_difference import StepMemory
+from whence.model.gauss_newton import GaussNewton
+from whence.model.inspection import check_finite
 from whence.tasks import Batch
 from whence.vectors import ParamVector
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whence.gauss_newton import GaussNewton
-from whence.inspection import check_finite
+from whence.model.gauss_newton import GaussNewton
+from whence.model.inspection import check_finite
 from whence.tasks import Batch
 from whence.vectors import ParamVector
 

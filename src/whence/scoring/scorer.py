@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from whence.data import TermSet
 from whence.errors import OptionError, VectorError
-from whence.gauss_newton import GaussNewton
+from whence.model.data import TermSet
+from whence.model.gauss_newton import GaussNewton
 from whence.scoring.cost import Work, count_work
 from whence.scoring.directional import DirectionalDerivatives
 from whence.scoring.per_example import gradient_products

@@ -36,8 +36,8 @@ from typing import Literal
 import torch
 
 from whence.errors import OptionError
-from whence.plan import Plan, format_bytes
 from whence.preconditioners import settled_eigenvalues
+from whence.solvers.plan import Plan, format_bytes
 from whence.solvers.refinement_forecast import cheapest_refinement
 from whence.spectrum import Spectrum
 

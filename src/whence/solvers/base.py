@@ -11,9 +11,9 @@ from torch import Tensor
 
 from whence.errors import VectorError
 from whence.operators import Damped
-from whence.plan import Plan
 from whence.solvers.certificate import Certificate
 from whence.solvers.error_parts import ErrorParts
+from whence.solvers.plan import Plan
 from whence.spectrum import Estimate
 from whence.vectors import ParamVector
 

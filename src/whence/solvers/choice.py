@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from whence.errors import OptionError
-from whence.plan import Plan, format_duration, resolve_damping
 from whence.preconditioners import Preconditioner
 from whence.solvers.alternatives import (
     NAMES,
@@ -23,6 +22,7 @@ from whence.solvers.alternatives import (
 )
 from whence.solvers.cg import ConjugateGradient
 from whence.solvers.lissa import Lissa
+from whence.solvers.plan import Plan, format_duration, resolve_damping
 from whence.solvers.refinement import Refinement
 from whence.spectrum import Spectrum
 

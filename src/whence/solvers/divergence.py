@@ -20,8 +20,8 @@ from torch import Tensor
 
 from whence.errors import DivergenceError
 from whence.operators import Damped
-from whence.plan import Plan
 from whence.preconditioners import Preconditioner
+from whence.solvers.plan import Plan
 from whence.vectors import ParamVector
 
 __all__ = ["Divergence", "answer", "left_the_ball"]

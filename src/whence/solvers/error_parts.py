@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from whence.operators import Damped, LinearOperator
-from whence.plan import Plan
+from whence.solvers.plan import Plan
 from whence.vectors import ParamVector
 
 __all__ = ["ErrorParts", "left_of_default_start", "left_of_start", "measured_parts", "relative_spread"]

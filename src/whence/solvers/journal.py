@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from whence.plan import Plan
+from whence.solvers.plan import Plan
 from whence.vectors import ParamVector
 
 __all__ = ["Chain", "Journal", "SolveState"]

@@ -33,13 +33,13 @@ import torch
 
 from whence.errors import OptionError, VectorError, WhenceWarning
 from whence.operators import Damped
-from whence.plan import Plan
 from whence.preconditioners import Preconditioner
 from whence.progress import ticker
 from whence.solvers.base import Solution, Solver, check_right_hand_side
 from whence.solvers.divergence import Divergence, answer, left_the_ball
 from whence.solvers.error_parts import left_of_default_start, left_of_start, measured_parts
 from whence.solvers.journal import Chain, Journal, SolveState
+from whence.solvers.plan import Plan
 from whence.solvers.residual import residual_norm
 from whence.vectors import ParamVector
 

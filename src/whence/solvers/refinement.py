@@ -47,13 +47,13 @@ from torch import Tensor
 
 from whence.errors import OptionError
 from whence.operators import Damped
-from whence.plan import Plan
 from whence.preconditioners import LowRank, Preconditioner
 from whence.solvers.base import Solution, Solver, check_right_hand_side
 from whence.solvers.cg import ConjugateGradient
 from whence.solvers.error_parts import left_of_start, measured_parts, relative_spread
 from whence.solvers.journal import Journal
 from whence.solvers.lissa import Lissa
+from whence.solvers.plan import Plan
 from whence.solvers.residual import residual_norm
 from whence.vectors import ParamVector
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from whence.plan import Plan
+from whence.solvers.plan import Plan
 from whence.spectrum import Density, Spectrum
 
 __all__ = ["RefinementError", "RefinementSettings", "cheapest_refinement", "refinement_error"]

@@ -13,9 +13,9 @@ from torch import nn
 
 from whence.errors import ModelError, OptionError
 from whence.exhibit import Exhibit
+from whence.libraries import load_library
 from whence.sources.functions import call_function
 from whence.sources.labels import Labels, real_names
-from whence.sources.libraries import load_library
 from whence.sources.tokenizers import check_tokenizer, load_tokenizer
 from whence.sources.weights import check_files, read_config
 from whence.tasks import Classification, LanguageModeling, Task

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from whence.errors import DataError, ModelError, OptionError
+from whence.libraries import load_library
 from whence.sources.functions import load_function
-from whence.sources.libraries import load_library
 
 __all__ = ["image_transform", "open_image", "processor_transform", "thumbnail", "to_tensor"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whence.errors import DataError, OptionError
-from whence.sources.libraries import load_library
+from whence.libraries import load_library
 from whence.sources.records import Records
 
 __all__ = ["DatasetRows", "HubDataset", "ParquetRows", "SavedDataset"]

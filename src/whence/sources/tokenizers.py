@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from whence.errors import ModelError
-from whence.sources.libraries import load_library
+from whence.libraries import load_library
 
 __all__ = ["check_tokenizer", "load_tokenizer"]
 

@@ -7,7 +7,7 @@ For outputs ``h`` and term losses ``ℓ_i(h_i)`` convex in ``h_i``, a task gives
 * `hessian_product`: ``S_i t_i`` with ``S_i = ∇²ℓ_i(h_i)``, never a K×K matrix;
 * `sample_residual`: a random ``r_i`` with ``E[r_i r_iᵀ] = S_i``, independent across terms.
 
-Tasks know nothing of parameters: Jacobians, sampling and normalisation live in `whence.gauss_newton`.
+Tasks know nothing of parameters: Jacobians, sampling and normalisation live in `whence.model.gauss_newton`.
 """
 
 from __future__ import annotations

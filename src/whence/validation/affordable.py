@@ -20,14 +20,14 @@ from torch import nn
 
 from whence.attribution import Attribution
 from whence.attribution.saving import VALIDATION, read_validation
-from whence.data import TermSet
 from whence.errors import OptionError, RunDirectoryError, WhenceError
-from whence.gauss_newton import GaussNewton
-from whence.importance import measure_importance
+from whence.model.data import TermSet
+from whence.model.gauss_newton import GaussNewton
+from whence.model.importance import measure_importance
+from whence.model.selection import ParameterFilter
 from whence.report.checks import NAMES, Check, Comparison, Validation
-from whence.selection import ParameterFilter
-from whence.store.files import write_json
-from whence.store.fingerprint import of_data, of_model, of_value
+from whence.runs.files import write_json
+from whence.runs.fingerprint import of_data, of_model, of_value
 from whence.tasks import Task
 from whence.validation.checks import CHECKS, Job
 from whence.validation.verdicts import skipped, solver_check

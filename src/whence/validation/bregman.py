@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whence.data import TermSet
 from whence.errors import OptionError
-from whence.inspection import (
+from whence.model.data import TermSet
+from whence.model.inspection import (
     check_determinism,
     check_evaluation_mode,
     check_finite,
     check_outputs,
     fitting_micro_batch,
 )
-from whence.products.network import Network, adding_to
-from whence.selection import ParameterFilter, select_parameters
+from whence.model.network import Network, adding_to
+from whence.model.selection import ParameterFilter, select_parameters
 from whence.tasks import Batch, Task
 from whence.validation.double import DoublePrecision
 from whence.vectors import ParamVector

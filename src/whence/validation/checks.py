@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from whence.allocator import half_of_memory
 from whence.attribution import Attribution
 from whence.errors import SolverError, WhenceWarning
-from whence.gauss_newton import GaussNewton
-from whence.plan import Plan, format_bytes, format_duration
+from whence.model.gauss_newton import GaussNewton
+from whence.model.memory import half_of_memory
+from whence.model.selection import ParameterFilter
 from whence.report.checks import NAMES, Check, Comparison
-from whence.selection import ParameterFilter
+from whence.solvers.plan import Plan, format_bytes, format_duration
 from whence.validation.condition import check_condition
 from whence.validation.damping import BASIS_BUDGET, damping_sweep
 from whence.validation.response import ProximalResponse, pbrf

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from whence.errors import OptionError, SolverError
-from whence.gauss_newton import GaussNewton
+from whence.model.gauss_newton import GaussNewton
 from whence.operators import Damped, LinearOperator
 from whence.progress import track
 from whence.spectrum import Estimate, lanczos, trace_from_quadratic_forms

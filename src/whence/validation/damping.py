@@ -25,8 +25,8 @@ from torch import Tensor
 from whence.attribution.sweep import aligned, damping_grid
 from whence.errors import OptionError, VectorError
 from whence.operators import Damped, LinearOperator
-from whence.plan import Plan, check_damping
 from whence.solvers.base import check_right_hand_side
+from whence.solvers.plan import Plan, check_damping
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.spectrum.krylov import Krylov, krylov_spaces, nonzero_norms
 from whence.vectors import ParamVector

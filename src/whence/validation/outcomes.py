@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from whence.errors import OptionError, RunDirectoryError
-from whence.store.files import read_tensors, write_tensors
+from whence.runs.files import read_tensors, write_tensors
 
 __all__ = ["FILE", "Outcomes", "as_masks", "half_subsets", "positions_of", "standard_error"]
 

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whence.data import TermSet
 from whence.errors import DataError, OptionError, SolverError, WhenceWarning
-from whence.plan import Plan
+from whence.model.data import TermSet
+from whence.model.selection import ParameterFilter
 from whence.progress import ticker
-from whence.selection import ParameterFilter
+from whence.solvers.plan import Plan
 from whence.tasks import Batch, Task
 from whence.validation.bregman import BregmanObjective
 from whence.vectors import ParamVector

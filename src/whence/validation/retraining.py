@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whence.data import TermSet
 from whence.errors import DataError, ModelError, OptionError, WhenceError
+from whence.model.data import TermSet
 from whence.progress import ticker
-from whence.store import Run
-from whence.store.files import read_tensors, write_tensors
-from whence.store.fingerprint import of_data, of_value
+from whence.runs import Run
+from whence.runs.files import read_tensors, write_tensors
+from whence.runs.fingerprint import of_data, of_value
 from whence.tasks import Task
 from whence.validation.outcomes import FILE, Outcomes, as_masks, half_subsets
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from whence.attribution import Attribution
 from whence.attribution.uncertainty import Scored
-from whence.plan import Plan
 from whence.report.checks import Check, Comparison, Verdict
+from whence.solvers.plan import Plan
 from whence.validation.condition import ConditionCheck
 from whence.validation.damping import DampingSweep
 

@@ -1,0 +1,1 @@
+"""`clean`: likely mislabelled or harmful training examples, by self-influence."""

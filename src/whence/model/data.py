@@ -1,0 +1,164 @@
+"""`TermSet`: a data set seen as terms, with batches and unbiased weights.
+
+The Hessian is a mean over *terms*: examples in classification, predicted tokens in language modelling. Data
+come as *examples*, which may hold different numbers of terms. For m examples drawn uniformly out of n that
+hold N terms in all, the estimate
+
+    H̃ = (n / (N m)) Σ_{s ∈ B} Σ_{i ∈ s} J_i S_i J_iᵀ
+
+has expectation ``H = (1/N) Σ_i J_i S_i J_iᵀ`` exactly. Dividing by the batch's own number of terms instead
+does not: it gives short sequences more weight than they have.
+
+Examples may also be drawn with unequal chances p (`TermSet.importance`). Each then counts ``1 / (n p)`` times, and the
+expectation is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from whence.errors import DataError
+from whence.tasks import Batch, Task
+
+__all__ = ["TermSet"]
+
+
+class TermSet:
+    """A map-style data set, or a subset of one, as terms of a `Task`.
+
+    Args:
+        data: anything with ``len`` and integer indexing; items as the task reads them.
+        task: how items become batches, and how many terms they hold.
+        device: where batches go.
+        indices: the examples that belong to the set; all by default.
+    """
+
+    def __init__(self, data: Any, task: Task, device: torch.device, *, indices: Tensor | None = None) -> None:
+        if isinstance(data, Mapping):
+            raise DataError(
+                f"the data are a dict of {sorted(map(str, data))}; give a list of examples, each a dict of its "
+                "own, or a TensorDataset"
+            )
+        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            raise DataError(
+                f"the data are a {type(data).__name__}; whence needs random access: a map-style dataset with "
+                "__len__ and __getitem__ (a list of examples will do)"
+            )
+        if len(data) == 0:
+            raise DataError("the data set is empty; give at least one example")
+        self.data, self.task, self.device = data, task, device
+        #: Outputs per term, once the model has been run: lets every batch's targets be checked.
+        self.width: int | None = None
+        #: The chance of each example to be drawn, where it is not the same for all; see `whence.model.importance`.
+        self.importance: Tensor | None = None
+        self.indices = torch.arange(len(data)) if indices is None else indices
+        self._lengths = self._count()
+        self.num_terms = len(self.indices) if self._lengths is None else int(self._lengths.sum())
+        if self.num_terms == 0:
+            raise DataError("no example holds a term: every label is ignored (-100) or masked")
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self.indices)
+
+    def _count(self) -> Tensor | None:
+        """Terms of each example, where they vary."""
+        per_example = self.task.terms_per_example
+        if per_example == 1:
+            return None
+        if per_example is not None:
+            return torch.full((len(self.indices),), per_example)
+        return torch.tensor([self.task.count_terms(self.data[i]) for i in self.indices.tolist()])
+
+    @property
+    def terms_per_example(self) -> float:
+        """Mean number of terms in an example."""
+        return self.num_terms / len(self)
+
+    def draw(self, batch_size: int, generator: torch.Generator, *, distinct: bool = False) -> Tensor:
+        """Positions of enough examples for about ``batch_size`` terms, drawn independently, or all different."""
+        examples = max(1, round(batch_size / self.terms_per_example))
+        if distinct:
+            order = torch.randperm(len(self), generator=generator, device=generator.device)
+            return order[:examples].cpu()
+        return torch.randint(len(self), (examples,), generator=generator, device=generator.device).cpu()
+
+    def draw_weighted(
+        self, batch_size: int, generator: torch.Generator, *, distinct: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `draw`, by `importance`: positions, and what each counts for (None: all the same).
+
+        With unequal chances, draws are independent whether ``distinct`` or not.
+        """
+        if self.importance is None:
+            return self.draw(batch_size, generator, distinct=distinct), None
+        examples = max(1, round(batch_size / self.terms_per_example))
+        uniform = torch.rand(examples, generator=generator, device=generator.device, dtype=torch.float64)
+        edges = self.importance.double().cumsum(0)
+        positions = torch.searchsorted(edges, uniform.cpu() * edges[-1]).clamp_max_(len(self) - 1)
+        return positions, 1 / (len(self) * self.importance[positions])
+
+    def weight(self, examples: int) -> float:
+        """``n / (N m)``: what each term of a draw of ``m`` examples is multiplied by."""
+        return len(self) / (self.num_terms * examples)
+
+    def share_of_whole(self, positions: Tensor, weights: Tensor | None = None) -> float:
+        """The largest c at which no drawn term's coefficient in ``c·H̃`` exceeds the ``1/N`` that it has in H.
+
+        An example that was drawn with the weights w, one for each time, has ``Σw · n/(N m)`` in H̃. So ``c = m/(n·Σw)``
+        with the largest such sum: m/n for different examples that count alike.
+        """
+        _, place = positions.unique(return_inverse=True)
+        # no more than 1 but for rounding: as Σp ≤ 1, some drawn example has m·p/times ≤ 1
+        return min(1.0, len(positions) / (len(self) * float(torch.bincount(place, weights).max())))
+
+    def fetch(self, positions: Tensor) -> Batch:
+        """The examples at these positions, as one batch on the device."""
+        indices = self.indices[positions]
+        if isinstance(self.data, TensorDataset):
+            batch = self.task.assemble([tensor[indices] for tensor in self.data.tensors])
+        else:
+            batch = self.task.collate([self.data[i] for i in indices.tolist()])
+        batch = replace(batch, indices=indices)
+        bad = batch.non_finite()
+        if len(bad):
+            raise DataError(f"{batch.name(int(bad[0]))} holds NaN or infinity; remove or repair it")
+        self.task.check_targets(batch, self.width)
+        return batch.to(self.device)
+
+    def batches(self, positions: Tensor, size: int, weights: Tensor | None = None) -> Iterator[Batch]:
+        """Micro-batches of at most ``size`` examples; similar lengths together, to pad little."""
+        order = self.by_length(positions) if len(positions) > size else torch.arange(len(positions))
+        for chunk in order.split(size):
+            batch = self.fetch(positions[chunk])
+            if weights is not None:
+                batch = replace(batch, weights=weights[chunk].to(self.device))
+            yield batch
+
+    def by_length(self, positions: Tensor) -> Tensor:
+        """The order in which examples of similar lengths stand together."""
+        if self._lengths is None:
+            return torch.arange(len(positions))
+        return self._lengths[positions].argsort(stable=True)
+
+    def counts(self) -> Tensor:
+        """Terms of every example, ``[n]``."""
+        return torch.ones(len(self), dtype=torch.long) if self._lengths is None else self._lengths
+
+    def look_through(self, count: int) -> None:
+        """Read up to ``count`` examples, spread over the data, for the errors that reading raises."""
+        spread = torch.linspace(0, len(self) - 1, min(count, len(self)), dtype=torch.float64).long()
+        for _ in self.batches(spread, 64):
+            pass
+
+    def longest(self, count: int) -> Tensor:
+        """Positions of the ``count`` examples with the most terms: the ones that need most memory."""
+        if self._lengths is None:
+            return torch.arange(min(count, len(self)))
+        return self._lengths.argsort(descending=True)[:count]

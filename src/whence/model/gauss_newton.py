@@ -1,0 +1,421 @@
+"""`GaussNewton`: the Gauss-Newton Hessian of any PyTorch model, as a linear operator.
+
+    H = (1/N) Σ_i J_i S_i J_iᵀ,      J_i = ∂h_i/∂θ,   S_i = ∇²ℓ_i(h_i),   N terms
+
+A product ``H u`` is a forward sweep ``t = J u``, the task's ``S t``, and a backward sweep ``Jᵀ(S t)``, one
+micro-batch at a time; memory does not grow with the number of terms. Nothing of the size of the Jacobian, of
+``S``, or of a batch of gradients is ever built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from whence.errors import DataError, ModelError, OptionError
+from whence.model.data import TermSet
+from whence.model.exact import block_tangents, dual_forward
+from whence.model.finite_difference import FiniteDifferences, StepMemory
+from whence.model.inspection import (
+    check_determinism,
+    check_evaluation_mode,
+    check_finite,
+    check_outputs,
+    fitting_micro_batch,
+    why_forward_mode_fails,
+)
+from whence.model.network import Network, Receiver, adding_to
+from whence.model.sampled import SampledGaussNewton, curvatures
+from whence.model.selection import ParameterFilter, select_parameters
+from whence.model.slopes import Slopes
+from whence.operators import LinearOperator
+from whence.tasks import Batch, Task
+from whence.vectors import ParamVector
+
+__all__ = ["GaussNewton", "SampledGaussNewton"]
+
+Product = Literal["auto", "exact", "finite-difference"]
+
+#: Activations kept for the backward pass, and tangents of a block, may take about this much memory each.
+ACTIVATION_BUDGET = 512 * 2**20
+_EXAMPLES_CHECKED = 512
+#: More columns than this go over fewer examples at once.
+_WIDE = 8
+
+
+class GaussNewton(LinearOperator):
+    """The Gauss-Newton Hessian ``H`` of a model's loss over a data set.
+
+    Construction runs the model on a few examples and refuses, with the reason, what could not work: training
+    mode, random outputs, NaN losses, labels out of range, outputs the task cannot read.
+
+    Args:
+        model: any module in evaluation mode; it is not modified.
+        task: what its outputs mean.
+        data: a map-style data set of ``(x, y)`` or dicts (``input_ids``, ``attention_mask``, ``labels``).
+        params: which parameters: a predicate on names or glob patterns; all trainable ones by default.
+        product: ``"exact"`` (dual numbers), ``"finite-difference"`` (forwards only), or ``"auto"``: exact
+            where the model supports forward-mode differentiation, found out by trying. `product` and
+            `product_reason` say which it is and why.
+        micro_batch: examples per pass; by default as many as keep activations near half a gibibyte.
+
+    Example:
+        >>> model = nn.Linear(2, 3).eval()
+        >>> data = [(torch.tensor([1.0, 2.0]), 0), (torch.tensor([0.0, 1.0]), 2)]
+        >>> from whence.tasks import Classification
+        >>> H = GaussNewton(model, Classification(), data)
+        >>> H.matvec(H.zeros())["weight"].shape
+        torch.Size([3, 2])
+        >>> H.product
+        'exact'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        data: Any,
+        *,
+        params: ParameterFilter | None = None,
+        product: Product = "auto",
+        micro_batch: int | None = None,
+    ) -> None:
+        if product not in ("auto", "exact", "finite-difference"):
+            raise OptionError(f"product is {product!r}; it must be 'auto', 'exact' or 'finite-difference'")
+        if micro_batch is not None and micro_batch < 1:
+            raise OptionError(f"micro_batch is {micro_batch}; it must be at least 1")
+        if not isinstance(task, Task):
+            raise OptionError(f"task must be a Task such as Classification(), got {task!r}")
+        check_evaluation_mode(model)
+        self.network = Network(model, task, select_parameters(model, params))
+        self.task = task
+        self.terms = TermSet(data, task, self.network.device)
+        pilot = self.terms.fetch(self.terms.longest(2))
+        self.terms.width = check_outputs(self.network, pilot)
+        self.terms.look_through(_EXAMPLES_CHECKED)
+        check_determinism(self.network, pilot)
+        self.micro_batch = micro_batch or fitting_micro_batch(self.network, pilot, memory=ACTIVATION_BUDGET)
+        self._differences: FiniteDifferences | None = None
+        self._vectorised: bool | None = None  # whether columns can be vectorised: found out by trying
+        #: Why the columns of a block are looped over, where they are.
+        self.loop_reason: str | None = None
+        self.product, self.product_reason = self._choose_product(product, pilot)
+
+    # --- construction ------------------------------------------------------------------------------------
+
+    def _choose_product(self, product: Product, pilot: Batch) -> tuple[str, str]:
+        if product == "finite-difference":
+            return product, "asked for"
+        reason = why_forward_mode_fails(self.network, pilot)
+        if reason is None:
+            return "exact", "asked for" if product == "exact" else "the model supports forward-mode AD"
+        if product == "exact":
+            raise ModelError(
+                f"exact products need forward-mode differentiation, which fails in this model: {reason}. "
+                "Use product='finite-difference' (or 'auto'), or load the model with eager attention"
+            )
+        return "finite-difference", f"forward-mode AD fails in this model: {reason}"
+
+    def __repr__(self) -> str:
+        return (
+            f"GaussNewton({type(self.network.model).__name__}, {type(self.task).__name__}, "
+            f"{self.num_parameters:,} parameters, {self.num_terms:,} terms, "
+            f"product={self.product!r}: {self.product_reason})"
+        )
+
+    # --- the operator ------------------------------------------------------------------------------------
+
+    @property
+    def num_parameters(self) -> int:
+        """Dimension of parameter space."""
+        return sum(p.numel() for p in self.network.parameters.values())
+
+    @property
+    def num_terms(self) -> int:
+        return self.terms.num_terms
+
+    def zeros(self, columns: int | None = None) -> ParamVector:
+        return self.network.zeros(columns)
+
+    def matvec(self, vector: ParamVector) -> ParamVector:
+        return self._matvec(vector, torch.arange(len(self.terms)))
+
+    def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor]:
+        result, slopes = self.zeros(vector.columns), Slopes(self.terms, vector.columns or 1)
+        self._add_matvec(result, vector, 1.0, torch.arange(len(self.terms)), None, None, slopes)
+        return result, slopes.values
+
+    def quadratic_form(self, vector: ParamVector) -> Tensor:
+        return self._quadratic_form(vector, torch.arange(len(self.terms)))
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> SampledGaussNewton:
+        """``H̃`` over examples drawn independently, about ``batch_size`` terms, with ``E[H̃] = H``.
+
+        By finite differences, products with it are one-sided with a random sign: two forwards in place of
+        three, and a bias of the same order, O(δ²).
+        """
+        self.check_batch_size(batch_size)
+        drawn = self.terms.draw_weighted(batch_size, generator)
+        sign = 1 if torch.rand((), generator=generator, device=generator.device) < 0.5 else -1
+        return SampledGaussNewton(self, *drawn, sign)
+
+    def subset(
+        self, batch_size: int, generator: torch.Generator, *, distinct: bool = False
+    ) -> SampledGaussNewton:
+        """``H̃`` over drawn examples, for repeated use: by finite differences its products are central."""
+        self.check_batch_size(batch_size)
+        drawn = self.terms.draw_weighted(batch_size, generator, distinct=distinct)
+        return SampledGaussNewton(self, *drawn)
+
+    @property
+    def has_factors(self) -> bool:
+        return type(self.task).sample_residual is not Task.sample_residual
+
+    def sample_factor(self, batch_size: int, generator: torch.Generator) -> ParamVector:
+        """``g`` with ``E[g gᵀ] = H``: the gradient of a batch whose labels the model drew itself.
+
+        With independent ``r_i``, ``E[r_i r_iᵀ] = S_i``: ``g = √w Σ_i J_iᵀ r_i``, one backward for a whole batch.
+        """
+        self.check_batch_size(batch_size)
+        positions, weights = self.terms.draw_weighted(batch_size, generator)
+        scale = math.sqrt(self.terms.weight(len(positions)))
+        result = self.zeros()
+        receive = adding_to(result, scale)
+        for batch in self.terms.batches(positions, self.micro_batch, weights):
+            leaves = self.network.leaves()
+            outputs = self.network.outputs(batch, leaves)
+            residual = self.task.sample_residual(outputs.detach(), batch, generator)
+            if residual is None:
+                raise OptionError(f"{type(self.task).__name__} cannot sample residuals")
+            if batch.weights is not None:
+                residual.mul_(_per_example(batch.weights.sqrt(), residual, outputs))
+            self.network.pull_back(outputs, leaves, residual, receive)
+        return result
+
+    def state(self) -> dict[str, float | None]:
+        """The finite differences' memory of their step, which the next product's rounding depends on."""
+        return {} if self._differences is None else asdict(self._differences.memory)
+
+    def restore_state(self, state: Mapping[str, float | None]) -> None:
+        if state:
+            epsilon = state["epsilon"]
+            assert epsilon is not None
+            memory = StepMemory(state["gain"], state["curvature"], epsilon)
+            self.differences(self.terms.fetch(self.terms.longest(2))).memory = memory
+
+    def gradients(self, queries: Any) -> ParamVector:
+        """Gradients of the query losses, one column per query.
+
+        A query's loss is its example's loss averaged over its terms: for `LanguageModeling`, minus the mean
+        log-probability of the completion's tokens.
+
+        Args:
+            queries: a sequence of examples, as in the training data.
+        """
+        queries = TermSet(queries, self.task, self.network.device)
+        block = self.zeros(len(queries))
+        for position in range(len(queries)):
+            batch = queries.fetch(torch.tensor([position]))
+            leaves = self.network.leaves()
+            outputs = self.network.outputs(batch, leaves)
+            self.task.check(outputs.detach(), batch)
+            if int(self.task.num_terms(batch).sum()) == 0:
+                raise DataError(
+                    f"query {position} asks for nothing: it has no predicted token. Give it a completion"
+                )
+            loss = self.task.query_losses(outputs, batch).sum()
+            if not bool(torch.isfinite(loss)):
+                raise DataError(f"the loss of query {position} is {float(loss)}; check its inputs and label")
+            self.network.pull_back(
+                loss, leaves, torch.ones_like(loss), adding_to(block.column(position), 1.0)
+            )
+        return block
+
+    # --- products over some of the examples --------------------------------------------------------------
+
+    def _matvec(
+        self,
+        vector: ParamVector,
+        positions: Tensor,
+        sign: int | None = None,
+        weights: Tensor | None = None,
+    ) -> ParamVector:
+        result = self.zeros(vector.columns)
+        self._add_matvec(result, vector, 1.0, positions, sign, weights)
+        return result
+
+    def _add_matvec(
+        self,
+        out: ParamVector,
+        vector: ParamVector,
+        scale: float,
+        positions: Tensor,
+        sign: int | None,
+        weights: Tensor | None,
+        slopes: Slopes | None = None,
+    ) -> None:
+        """``out += scale · H̃ v``. ``out`` may be ``vector``: added to only once v is no longer needed."""
+        self._check_vector(vector)
+        if out is vector and (len(positions) > self.micro_batch or vector.columns is not None):
+            out.axpy_(scale, self._matvec(vector, positions, sign, weights))
+            return
+        weight = scale * self.terms.weight(len(positions))
+        for batch in self.terms.batches(positions, self._examples_at_once(vector), weights):
+            if vector.columns is None:
+                self._column_product(batch, vector, sign, adding_to(out, weight), slopes)
+            else:
+                self._block_product(batch, vector, sign, out, weight, slopes)
+
+    def _column_product(
+        self,
+        batch: Batch,
+        vector: ParamVector,
+        sign: int | None,
+        receive: Receiver,
+        slopes: Slopes | None,
+        column: int = 0,
+    ) -> None:
+        """``Jᵀ S J v`` of one micro-batch, for one vector: the block's column of this number."""
+        if self.product == "exact":
+            outputs, leaves, tangent = dual_forward(self.network, batch, vector)
+        else:
+            base = self.differences(batch).base(batch, graph=True)
+            outputs, leaves = base.outputs, base.leaves
+            tangent = self.differences(batch).tangent(base, batch, vector, sign)
+            del base
+        check_finite(outputs)
+        cotangent = self._curved(outputs, tangent, batch, slopes, column)
+        del tangent
+        self.network.pull_back(outputs, leaves, cotangent, receive)
+
+    def _block_product(
+        self,
+        batch: Batch,
+        block: ParamVector,
+        sign: int | None,
+        out: ParamVector,
+        weight: float,
+        slopes: Slopes | None,
+    ) -> None:
+        """The same for several vectors, which share the pass at θ and its graph."""
+        if self.product == "exact" and block.columns != 1 and self.vectorises(batch, block):
+            self._vectorised_product(batch, block, out, weight, slopes)
+            return
+        columns = block.unstack()
+        if self.product == "exact":
+            for k, vector in enumerate(columns):
+                self._column_product(batch, vector, sign, adding_to(out.column(k), weight), slopes, k)
+            return
+        differences = self.differences(batch)
+        base = differences.base(batch, graph=True)
+        check_finite(base.outputs)
+        for k, vector in enumerate(columns):
+            tangent = differences.tangent(base, batch, vector, sign)
+            cotangent = self._curved(base.outputs, tangent, batch, slopes, k)
+            del tangent
+            receive = adding_to(out.column(k), weight)
+            last = k == len(columns) - 1
+            self.network.pull_back(base.outputs, base.leaves, cotangent, receive, keep_graph=not last)
+
+    def _vectorised_product(
+        self, batch: Batch, block: ParamVector, out: ParamVector, weight: float, slopes: Slopes | None
+    ) -> None:
+        leaves = self.network.leaves()
+        outputs = self.network.outputs(batch, leaves)
+        check_finite(outputs)
+        start = 0
+        for tangents in self.tangents(outputs, batch, block):
+            cotangents = self._curved(outputs, tangents, batch, slopes, start)
+            stop = start + len(tangents)
+            del tangents
+            receive = adding_to(out.part(start, stop), weight)
+            keep_graph = stop < (block.columns or 1)
+            self.network.pull_back(outputs, leaves, cotangents, receive, keep_graph=keep_graph)
+            start = stop
+
+    def tangents(self, outputs: Tensor, batch: Batch, block: ParamVector) -> Iterator[Tensor]:
+        """``J u`` for the columns of a block, ``[columns, *outputs]``, as many at a time as fit in memory."""
+        chunk = self._columns_at_once(outputs, block)
+        for start in range(0, block.columns or 1, chunk):
+            yield block_tangents(self.network, batch, block.part(start, start + chunk))
+
+    def _examples_at_once(self, block: ParamVector) -> int:
+        """Examples per pass: fewer for many columns, whose tangents are beyond a CPU's cache sooner."""
+        columns = block.columns or 1
+        if self.network.device.type != "cpu" or columns <= _WIDE:
+            return self.micro_batch
+        return max(1, self.micro_batch // 4, self.micro_batch * _WIDE // columns)
+
+    def _columns_at_once(self, outputs: Tensor, block: ParamVector) -> int:
+        """Columns whose tangents, gradients and activations' tangents fit in the budget."""
+        columns = block.columns or 1
+        per_column = outputs.numel() * outputs.element_size() * 4 + block.nbytes // columns
+        return max(1, min(columns, ACTIVATION_BUDGET // max(per_column, 1)))
+
+    def vectorises(self, batch: Batch, block: ParamVector) -> bool:
+        """Whether the columns of a block can share one pass: found out by trying, once."""
+        if self._vectorised is None:
+            try:
+                block_tangents(self.network, batch, block.part(0, 1))
+                self._vectorised = True
+            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                # Some operation cannot be vectorised. Columns are looped over, which raises anything else again.
+                self._vectorised, self.loop_reason = False, str(error).strip().partition("\n")[0]
+        return self._vectorised
+
+    def curved(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
+        """``S t``, weighted; tangents may have a leading dimension."""
+        product = self.task.hessian_product(outputs.detach(), tangents, batch)
+        if batch.weights is not None:
+            product.mul_(_per_example(batch.weights, product, outputs))
+        return product
+
+    def _curved(
+        self, outputs: Tensor, tangents: Tensor, batch: Batch, slopes: Slopes | None, first: int
+    ) -> Tensor:
+        """The same on the way of a product, which may note the examples' slopes along these columns."""
+        product = self.curved(outputs, tangents, batch)
+        if slopes is not None:
+            slopes.note(outputs, tangents, product, batch, first)
+        return product
+
+    def _quadratic_form(
+        self,
+        vector: ParamVector,
+        positions: Tensor,
+        sign: int | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """``vᵀ H̃ v = w Σ_i t_iᵀ S_i t_i``."""
+        self._check_vector(vector)
+        found = curvatures(self, vector, positions, sign, weights)
+        total = sum(
+            (values.sum(1) for _, values in found), torch.zeros(vector.columns or 1, dtype=torch.float64)
+        )
+        total *= self.terms.weight(len(positions))
+        return total[0] if vector.columns is None else total
+
+    # --- helpers -----------------------------------------------------------------------------------------
+
+    def differences(self, batch: Batch) -> FiniteDifferences:
+        """The finite-difference engine, made on first use."""
+        if self._differences is None:
+            self._differences = FiniteDifferences(self.network, batch)
+        return self._differences
+
+    def _check_vector(self, vector: ParamVector) -> None:
+        for name, parameter in self.network.parameters.items():
+            if name not in vector or vector.shape_of(name) != parameter.shape:
+                self.zeros().check_same_space(vector)
+        if len(vector) != len(self.network.parameters):
+            self.zeros().check_same_space(vector)
+
+
+def _per_example(weights: Tensor, product: Tensor, outputs: Tensor) -> Tensor:
+    """Weights ``[examples]`` in a shape that multiplies outputs, or a stack of such."""
+    return weights.to(product.dtype).reshape(-1, *(1,) * (outputs.ndim - 1))

@@ -1,0 +1,153 @@
+"""Looking at a model before the long work: is it in evaluation mode, is it a function, what does it cost?"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from whence.errors import DataError, ModelError
+from whence.model.exact import dual_forward
+from whence.model.network import Network
+from whence.tasks import Batch
+
+__all__ = [
+    "check_determinism",
+    "check_evaluation_mode",
+    "check_finite",
+    "check_outputs",
+    "fitting_micro_batch",
+    "why_forward_mode_fails",
+]
+
+#: What a tensor may take of a CPU's cache.
+_CACHE = 8 * 2**20
+_LARGEST_MICRO_BATCH = 1024
+
+
+def check_evaluation_mode(model: nn.Module) -> None:
+    """Refuse a model, or a layer of it, in training mode."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model must be a torch.nn.Module, got a {type(model).__name__}")
+    if model.training:
+        raise ModelError(
+            "the model is in training mode, where its outputs may be random. Call model.eval() first"
+        )
+    for name, module in model.named_modules():
+        if module.training and isinstance(module, (_DropoutNd, _BatchNorm)):
+            raise ModelError(
+                f"the layer {name!r} ({type(module).__name__}) is in training mode although the model is not. "
+                "Call model.eval() on the whole model"
+            )
+
+
+def check_outputs(network: Network, batch: Batch) -> int:
+    """Run the model on a batch, refuse what its task cannot use, and return the number of outputs per term."""
+    outputs = _outputs_with_graph(network, batch)
+    if not outputs.is_floating_point():
+        raise ModelError(
+            f"the model's outputs are {outputs.dtype}; they must be real numbers, such as logits"
+        )
+    if not outputs.requires_grad:
+        raise ModelError(
+            "the model's outputs carry no gradient of the selected parameters: the parameters are not used, or "
+            "forward runs under torch.no_grad(). Select others, or remove no_grad"
+        )
+    outputs = outputs.detach()
+    network.task.check(outputs, batch)
+    check_finite(outputs)
+    if not bool(torch.isfinite(network.task.losses(outputs, batch)).all()):
+        raise ModelError(
+            "the loss is NaN or infinite on the first examples: the model's weights or the data are broken. "
+            "Evaluate the model on its training data first"
+        )
+    return int(outputs.shape[-1])
+
+
+def _outputs_with_graph(network: Network, batch: Batch) -> Tensor:
+    try:
+        return network.outputs(batch, network.leaves())
+    except IndexError as error:
+        indices = [t for t in (*batch.args, *batch.kwargs.values()) if not t.is_floating_point()]
+        largest = max((int(t.max()) for t in indices), default=0)
+        raise DataError(
+            f"the model looked up an index out of its range ({error}); the largest in the first examples is "
+            f"{largest}. Check that the tokenizer belongs to the model"
+        ) from error
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"the model failed on the first examples: {error}. Check that they have the fields, shapes and dtype "
+            "that its forward takes"
+        ) from error
+
+
+def check_finite(outputs: Tensor) -> None:
+    """Refuse outputs with NaN or infinity; one sum tells in all but overflowing cases."""
+    if not math.isfinite(float(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
+        raise ModelError(
+            "the model's outputs hold NaN or infinity on a batch of the data. Check the weights and the inputs; "
+            "a half-precision model may have overflowed"
+        )
+
+
+def check_determinism(network: Network, batch: Batch) -> None:
+    """Refuse a model that gives two answers to one question, such as one with functional dropout."""
+    with torch.no_grad():
+        first, second = network.outputs(batch), network.outputs(batch)
+    difference = float((first - second).abs().max()) if first.numel() else 0.0
+    scale = float(first.abs().max())
+    if difference > 1e-4 * max(scale, 1e-30):
+        raise ModelError(
+            f"the model is not deterministic: two passes over the same batch differ by {difference:.3g}. "
+            "Dropout may be active in functional form; switch it off"
+        )
+
+
+def fitting_micro_batch(network: Network, pilot: Batch, *, memory: int) -> int:
+    """Examples per pass: as many as fit in memory; on a CPU, as few as keep tensors in its cache.
+
+    Work on tensors beyond the cache goes at the memory's speed. But every pass also goes through all parameters, so
+    tensors may be as large as these together.
+
+    Args:
+        network: the model.
+        pilot: some of the longest examples.
+        memory: bytes that autograd may keep for the backward pass.
+    """
+    total, largest = _activation_bytes(network, pilot)
+    fitting = memory * pilot.size / max(total, 1)
+    if network.device.type == "cpu":
+        parameters = sum(p.numel() * p.element_size() for p in network.parameters.values())
+        fitting = min(fitting, max(_CACHE, parameters) * pilot.size / max(largest, 1))
+    return int(min(max(fitting, 1.0), _LARGEST_MICRO_BATCH))
+
+
+def _activation_bytes(network: Network, batch: Batch) -> tuple[int, int]:
+    """Bytes that autograd keeps for the backward pass over this batch, parameters not counted; those of the largest."""
+    own = {p.untyped_storage().data_ptr() for p in network.model.parameters()}
+    seen: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = network.outputs(batch, network.leaves())
+    last = outputs.numel() * outputs.element_size()
+    return sum(seen.values()) + last, max([last, *seen.values()])
+
+
+def why_forward_mode_fails(network: Network, batch: Batch) -> str | None:
+    """None where one dual-number pass works, else the first line of what it said."""
+    direction = network.zeros()
+    try:
+        dual_forward(network, batch, direction)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        lines = str(error).strip().splitlines()
+        return lines[0] if lines else type(error).__name__
+    return None

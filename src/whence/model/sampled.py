@@ -1,0 +1,97 @@
+"""`SampledGaussNewton`: the Gauss-Newton Hessian over drawn examples, and how it lies beside that of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from whence.model.exact import tangent_only
+from whence.model.inspection import check_finite
+from whence.operators import LinearOperator
+from whence.vectors import ParamVector
+
+if TYPE_CHECKING:
+    from whence.model.gauss_newton import GaussNewton
+
+__all__ = ["SampledGaussNewton", "curvatures"]
+
+
+class SampledGaussNewton(LinearOperator):
+    """``H̃``: the operator over some drawn examples, weighted so that its expectation is ``H``.
+
+    Args:
+        parent: H.
+        positions: the examples, as often as they were drawn.
+        weights: what each draw counts for; None: all the same.
+        sign: of one-sided differences; None for central ones. Exact products have none.
+    """
+
+    def __init__(
+        self,
+        parent: GaussNewton,
+        positions: Tensor,
+        weights: Tensor | None = None,
+        sign: int | None = None,
+    ) -> None:
+        self._parent, self._positions, self._weights, self._sign = parent, positions, weights, sign
+        self._num_terms = max(1, round(len(positions) * parent.terms.terms_per_example))
+
+    @property
+    def num_terms(self) -> int:
+        return self._num_terms
+
+    @property
+    def share_of_whole(self) -> float:
+        return self._parent.terms.share_of_whole(self._positions, self._weights)
+
+    def zeros(self, columns: int | None = None) -> ParamVector:
+        return self._parent.zeros(columns)
+
+    def matvec(self, vector: ParamVector) -> ParamVector:
+        return self._parent._matvec(vector, self._positions, self._sign, self._weights)
+
+    def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
+        self._parent._add_matvec(out, vector, scale, self._positions, self._sign, self._weights)
+
+    def quadratic_form(self, vector: ParamVector) -> Tensor:
+        return self._parent._quadratic_form(vector, self._positions, self._sign, self._weights)
+
+    def heaviest_term(self, vector: ParamVector) -> tuple[str, float]:
+        parent, name, most = self._parent, "", -1.0
+        weight = parent.terms.weight(1)
+        for indices, values in curvatures(parent, vector, self._positions.unique()):
+            place = int(values[0].argmax())
+            if float(values[0, place]) * weight > most:
+                name, most = f"training example {int(indices[place])}", float(values[0, place]) * weight
+        return name, most
+
+
+def curvatures(
+    parent: GaussNewton,
+    vector: ParamVector,
+    positions: Tensor,
+    sign: int | None = None,
+    weights: Tensor | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """``t_iᵀ S_i t_i`` with ``t = J v`` for every example i, summed over its terms: forwards only, no backward.
+
+    Yields, micro-batch by micro-batch, the examples' indices and their ``[columns, examples]`` in float64.
+    """
+    columns = vector.unstack()
+    for batch in parent.terms.batches(positions, parent.micro_batch, weights):
+        base = None if parent.product == "exact" else parent.differences(batch).base(batch, graph=False)
+        found = []
+        for column in columns:
+            if base is None:
+                outputs, tangent = tangent_only(parent.network, batch, column)
+            else:
+                outputs = base.outputs
+                tangent = parent.differences(batch).tangent(base, batch, column, sign)
+            check_finite(outputs)
+            curved = parent.curved(outputs, tangent, batch).mul_(tangent)
+            found.append(curved.flatten(1).sum(1, dtype=torch.float64).cpu())
+        assert batch.indices is not None  # fetched from the data
+        yield batch.indices.cpu(), torch.stack(found)
