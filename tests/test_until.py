@@ -14,7 +14,7 @@ import whence
 from small import DOUBLE, classifier
 from whence import Attribution, Classification, ConjugateGradient
 from whence.attribution.stopping import Until, top_is_separated
-from whence.attribution.uncertainty import Scored
+from whence.attribution.scored import Scored
 from whence.errors import OptionError
 from zoo import vectors
 

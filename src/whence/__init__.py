@@ -21,7 +21,7 @@ from whence.model.gauss_newton import GaussNewton
 from whence.model.memory import keep_freed_memory
 from whence.operators import Damped, Dense, FiniteSum, LinearOperator
 from whence.scoring.similarity import gradient_similarity, influence_similarity
-from whence.solvers import Certificate, ConjugateGradient, Lissa, Refinement, Solution, Solver
+from whence.solvers import Certificate, ConjugateGradient, Lissa, Solution, Solver
 from whence.solvers.plan import Plan
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum, lanczos, sketch
 from whence.tasks import Classification, ConvexLoss, LanguageModeling, Regression, Task
@@ -45,7 +45,6 @@ __all__ = [
     "Lissa",
     "ParamVector",
     "Plan",
-    "Refinement",
     "Regression",
     "Solution",
     "Solver",

@@ -1,7 +1,8 @@
-"""Progress bars for long loops: shown on a terminal, silent everywhere else."""
+"""Progress bars for long loops, shown on a terminal and silent everywhere else; and the time that phases take."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["ticker", "track"]
+__all__ = ["Stopwatch", "ticker", "track"]
 
 T = TypeVar("T")
 
@@ -44,3 +45,21 @@ def track(items: Sequence[T], description: str) -> Iterator[T]:
         for item in items:
             yield item
             tick()
+
+
+class Stopwatch:
+    """How long each phase of a job takes.
+
+    Attributes:
+        seconds: phase -> duration, added up where a phase is entered again.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add what this takes to a phase's time."""
+        begun = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun

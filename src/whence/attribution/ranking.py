@@ -9,10 +9,15 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from whence.attribution.uncertainty import Scored
+from whence.attribution.scored import Scored
 from whence.errors import WhenceError
 
-__all__ = ["Ranking", "Row", "import_pandas", "rank_examples"]
+__all__ = ["Ranking", "Row", "import_pandas", "rank_examples", "top_is_separated"]
+
+#: Differences of more than so many standard errors are not close.
+_FAR = 8.0
+#: Pairs looked at together.
+_AT_ONCE = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -117,3 +122,35 @@ def import_pandas() -> Any:
     except ImportError as error:
         raise WhenceError("this needs pandas; install it: pip install pandas") from error
     return pandas
+
+
+def top_is_separated(scored: Scored, k: int, confidence: float) -> Tensor:
+    """Whether each query's first k are separated from all others, ``[queries]``, from scores ``[queries, n]``.
+
+    They are when each of them exceeds each of the rest beyond the errors of their difference. Of all those comparisons
+    only a few are close; the confidence is shared between the ones that are (Bonferroni), so that it holds for the set
+    as a whole.
+    """
+    return torch.tensor(
+        [_separated(scored.at(query), k, confidence) for query in range(scored.chains.shape[1])]
+    )
+
+
+def _separated(scored: Scored, k: int, confidence: float) -> bool:
+    mean = scored.mean
+    if len(mean) <= k:
+        return True
+    order = mean.argsort(descending=True, stable=True)
+    top, rest = scored.at(order[:k].unsqueeze(1)), order[k:]
+    close: list[Scored] = []
+    for part in rest.split(max(1, _AT_ONCE // (k * len(scored.chains)))):
+        difference = top.minus(scored.at(part.unsqueeze(0)))
+        near = difference.mean <= _FAR * difference.stderr
+        close.append(difference.at(near))
+    pairs = Scored.join(close)
+    count = pairs.mean.numel()
+    if count == 0:
+        return True
+    shared = 1 - (1 - confidence) / count
+    # one-sided: that the lower of a pair is really the higher
+    return bool((pairs.mean > pairs.half_width(2 * shared - 1)).all())

@@ -13,51 +13,32 @@ import torch
 from torch import Tensor
 
 from whence.attribution.ranking import Ranking, Row, import_pandas, rank_examples
-from whence.attribution.uncertainty import Scored
+from whence.attribution.scored import Scored
 from whence.errors import OptionError
 from whence.exhibit import Exhibit
 from whence.report.checks import Validation
+from whence.runs import Run, open_finished, read
 from whence.scoring.similarity import cosines, similarity_of_chains
-from whence.solvers.certificate import Certificate
-from whence.solvers.error_parts import ErrorParts
+from whence.solvers import Statistics
 from whence.solvers.plan import Plan
 
 __all__ = ["Attribution", "Solve"]
 
 
-@dataclass(frozen=True)
-class Solve:
+@dataclass(frozen=True, kw_only=True)
+class Solve(Statistics):
     """How the solver fared, without its vectors.
 
     Attributes:
-        plan: settings in force at the end, and the spectrum they came from.
-        residual, residual_stderr: ``‖(H+λ)u - g‖ / ‖g‖`` on held-out data, per query.
-        converged: per query.
-        num_products, num_term_products: spent.
-        events: what had to be changed on the way.
-        paths: gᵀu along every chain, ``[chains, steps, queries]``.
-        solver: which one it was: ``"lissa"``, ``"cg"`` or ``"refinement"``.
-        choice: why, in words, where it was chosen.
-        certificate: proven bounds of the solution's error, where the solver has them.
-        score_rms: ``‖u‖_H``, what they are compared with: the root mean square of the scores, per query.
+        plan: settings in force at the end, and the spectrum they came from; LiSSA's, as the alternative, for other
+            solvers.
+        choice: why this solver, in words, where it was chosen.
         by_curvature: whether batches were drawn by curvature (`whence.model.importance`), not uniformly.
-        error_parts: which part of the scores' error is bias, which sampling, and which is proven, per query.
     """
 
     plan: Plan
-    residual: Tensor
-    residual_stderr: Tensor
-    converged: Tensor
-    num_products: int
-    num_term_products: int
-    events: tuple[str, ...]
-    paths: Tensor
-    solver: str = "lissa"
     choice: str = ""
-    certificate: Certificate | None = None
-    score_rms: Tensor | None = None
     by_curvature: bool = False
-    error_parts: ErrorParts | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +88,7 @@ class Attribution:
     not_scored: str
     score_method: str
     title: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, str | float | None]
     versions: Mapping[str, str]
     seconds: Mapping[str, float] = field(default_factory=dict)
     validation: Validation | None = None
@@ -131,14 +112,13 @@ class Attribution:
     @cached_property
     def scored(self) -> Scored:
         """Scores with their errors, ``[queries, scored]``."""
-        certificate, certified = self.solve.certificate, None
-        if certificate is not None and self.norms is not None:
-            certified = certificate.score_error(self.norms, self.solve.plan.spectrum.trace.value)
-        return Scored(self.chain_scores, certified)
+        return Scored.of(
+            self.chain_scores, self.solve.certificate, self.norms, self.solve.plan.spectrum
+        )
 
     @property
     def stderr(self) -> Tensor:
-        """Standard errors of the scores, ``[queries, train]``: see `whence.attribution.uncertainty`."""
+        """Standard errors of the scores, ``[queries, train]``: see `whence.attribution.scored`."""
         return self._spread(self.scored.stderr)
 
     @property

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 
 from whence.attribution import Attribution, attribute, load
-from whence.attribution.forecast import count_passes, forecast
-from whence.attribution.kronecker import with_basis, would_try
-from whence.attribution.saving import plan_to_json, spectrum_to_json
-from whence.cleaning.clean_saving import is_cleaning, load_cleaning
-from whence.cli.clean import clean_command
-from whence.cli.job import Job, JobOptions
-from whence.cli.options import AsJson, guarded, takes_job
+from whence.attribution.cost import count_passes, forecast
+from whence.cleaning import clean, load_cleaning
+from whence.cli.inputs import Command, InputOptions, Inputs
+from whence.cli.options import AsJson, guarded, takes
 from whence.cli.outcome import NOT_CONVERGED, out, print_json, say
 from whence.cli.sweep import check_figure, draw, sweep_dampings
-from whence.cli.tables import rows_as_json, show_forecast, show_plan, show_result, show_sweep
+from whence.cli.tables import (
+    cleaning_as_json,
+    rows_as_json,
+    show_cleaning,
+    show_forecast,
+    show_plan,
+    show_result,
+    show_sweep,
+)
 from whence.cli.validate import validate_command
-from whence.errors import RunDirectoryError
+from whence.errors import OptionError, RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
 from whence.model.memory import half_of_memory, keep_freed_memory
-from whence.runs.files import read_json, write_json
-from whence.solvers.choice import choose, resolve_accuracy
-from whence.solvers.plan import Plan, check_damping
+from whence.options import CleanOptions, MeasureOptions, Options
+from whence.runs import Run, as_json, holds, read
+from whence.solvers.auto import choose
+from whence.solvers.plan import Plan
 from whence.spectrum import Spectrum, estimate_spectrum
 
 __all__ = ["app", "main"]
@@ -41,28 +46,20 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Damping = Annotated[str, typer.Option(help="λ, auto (λmax/200), or a part of λmax: lambda_max/50.")]
-Chains = Annotated[int, typer.Option(help="Independent solves; their spread is the error bar.")]
-Refine = Annotated[
-    float | None,
-    typer.Option(help="Cost of each chain, as a multiple of the paper's plan; what the accuracy needs."),
+RunDir = Annotated[
+    Path | None, typer.Option(help="Directory that keeps the run: resumable, and what `whence report` reads.")
 ]
-Accuracy = Annotated[
-    str,
-    typer.Option(
-        help="What to aim at: the correlation with the exact scores, or their relative error, as 10%."
-    ),
-]
-Terms = Annotated[int, typer.Option(help="Terms (tokens) of the data that λmax is measured on at most.")]
+Report = Annotated[Path | None, typer.Option(help="Where to write the page; beside the run if there is one.")]
+Top = Annotated[int, typer.Option(help="Examples to print at each end of a ranking.")]
 
 
 @app.command(epilog="Example: [bold]whence spectrum path/to/model --train train.jsonl[/]")
-@takes_job
-def spectrum(job: Job, *, lanczos_terms: Terms = 4096, as_json: AsJson = False) -> None:
+@takes(InputOptions, MeasureOptions)
+def spectrum(given: InputOptions, options: MeasureOptions, *, json: AsJson = False) -> None:
     """Measure the Gauss-Newton Hessian: trace, Frobenius norm, λmax, sampling constants, each with its error."""
-    gnh, measured = _measure(job, lanczos_terms)
-    if as_json:
-        print_json({**spectrum_to_json(measured), "num_terms": gnh.num_terms, "product": gnh.product})
+    gnh, measured = _measure(Inputs(given), options)
+    if json:
+        print_json({**as_json(measured), "num_terms": gnh.num_terms, "product": gnh.product})
     else:
         out().print(f"{gnh!r}\n\n{measured}", markup=False)
 
@@ -72,16 +69,11 @@ def spectrum(job: Job, *, lanczos_terms: Terms = 4096, as_json: AsJson = False) 
     "[bold]whence plan path/to/model --train train.jsonl --queries queries.jsonl --damping auto[/]\n\n"
     "[bold]whence plan path/to/model --train train.jsonl --damping-sweep --figure sweep.svg[/]",
 )
-@takes_job
+@takes(InputOptions, Options)
 def plan(
-    job: Job,
+    given: InputOptions,
+    options: Options,
     *,
-    damping: Damping = "auto",
-    accuracy: Accuracy = "0.995",
-    chains: Chains = 4,
-    refine: Refine = None,
-    lanczos_terms: Terms = 4096,
-    candidates: Annotated[str | None, typer.Option(help="As for attribute.")] = None,
     damping_sweep: Annotated[
         bool,
         typer.Option(
@@ -92,47 +84,41 @@ def plan(
     figure: Annotated[
         Path | None, typer.Option(help="Draw the damping sweep to this file, .svg or .png.")
     ] = None,
-    as_json: AsJson = False,
+    json: AsJson = False,
 ) -> None:
     """Measure the spectrum and tell what an attribution will cost in time, memory and disk. Nothing long is run."""
-    check_damping(_damping(damping))
-    correlation = resolve_accuracy(accuracy)
     check_figure(figure, damping_sweep)
-    shortlist = job.candidates(candidates)
-    asked = job.options.queries or job.options.prompt or job.problem.queries
-    queries = len(job.queries) if asked else 1
-    gnh, measured = _measure(job, lanczos_terms)
+    inputs = Inputs(given)
+    shortlist = inputs.candidates
+    queries = len(inputs.queries) if inputs.has_queries or inputs.problem.queries else 1
+    gnh, measured = _measure(inputs, options)
     choice = choose(
         measured,
-        _damping(damping),
+        options.damping,
         num_terms=gnh.num_terms,
         queries=queries,
-        accuracy=correlation,
-        chains=chains,
+        accuracy=float(options.accuracy),
+        chains=options.chains,
         passes=count_passes(gnh, queries),
         memory_bytes=half_of_memory(gnh.network.device),
-        generator=torch.Generator().manual_seed(job.options.seed),
     )
-    refine = choice.of("lissa").refine if refine is None else refine
-    made = Plan.tuned(measured, _damping(damping), num_terms=gnh.num_terms, chains=chains, refine=refine)
+    refine = choice.of("lissa").refine if options.refine is None else options.refine
+    made = Plan.tuned(
+        measured, options.damping, num_terms=gnh.num_terms, chains=options.chains, refine=refine
+    )
     examples = len(gnh.terms) if shortlist is None else len(shortlist)
-    tries_ekfac = would_try(gnh, choice.best, queries=queries)
-    solver = with_basis(gnh, choice.best) if tries_ekfac else choice.best
-    cost = forecast(gnh, made, queries=queries, examples=examples, solver=solver)
+    cost = forecast(gnh, made, queries=queries, examples=examples, solver=choice.best)
     sweep = None
     if damping_sweep:
-        sweep = sweep_dampings(
-            gnh, made, cost, queries=queries, max_terms=lanczos_terms, refine=refine, seed=job.options.seed
-        )
+        sweep = sweep_dampings(gnh, made, cost, queries=queries, refine=refine, options=options)
         if figure is not None:
             draw(sweep, figure)
-    if as_json:
+    if json:
         print_json(
             {
-                "spectrum": spectrum_to_json(measured),
-                "plan": plan_to_json(made),
-                "choice": choice.to_json(),
-                "tries_ekfac": tries_ekfac,
+                "spectrum": as_json(measured),
+                "plan": as_json(made),
+                "choice": {"solver": choice.best.solver, "words": choice.words(), **as_json(choice)},
                 "queries": queries,
                 "examples": examples,
                 **dataclasses.asdict(cost),
@@ -141,11 +127,6 @@ def plan(
         )
         return
     show_plan(out(), made, choice)
-    if tries_ekfac:
-        out().print(
-            "attribute will first try an EK-FAC preconditioner, and use it if that saves iterations",
-            soft_wrap=True,
-        )
     show_forecast(out(), cost, queries, examples)
     if sweep is not None:
         show_sweep(out(), sweep)
@@ -156,111 +137,109 @@ def plan(
 @app.command(
     "attribute",
     epilog="Examples:\n\n"
-    "[bold]whence attribute my-model/ --train train.jsonl --queries queries.jsonl --run runs/first[/]\n\n"
-    "[bold]whence attribute my-model/ --train speeches/ --prompt 'My fellow' --completion ' citizens' --run b[/]\n\n"
-    "[bold]whence attribute model.py:build --task classification --train images/train --queries odd/ --run runs/c[/]",
+    "[bold]whence attribute my-model/ --train train.jsonl --queries queries.jsonl --run-dir runs/first[/]\n\n"
+    "[bold]whence attribute my-model/ --train speeches/ --prompt 'My fellow' --completion ' citizens' --run-dir b[/]"
+    "\n\n[bold]whence attribute model.py:build --task classification --train images/train --queries odd/[/]",
 )
-@takes_job
+@takes(InputOptions, Options)
 def attribute_command(
-    job: Job,
+    given: InputOptions,
+    options: Options,
     *,
-    run: Annotated[
-        Path | None,
-        typer.Option(help="Directory that keeps the run: resumable, and what `whence report` reads."),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Where to write the page; RUN/report.html if there is a run directory."),
-    ] = None,
-    damping: Damping = "auto",
-    accuracy: Accuracy = "0.995",
-    chains: Chains = 4,
-    refine: Refine = None,
-    solver: Annotated[
-        str,
-        typer.Option(
-            help="auto, cg (conjugate gradients over all of the data), lissa, or refinement (solve on subsets, "
-            "finish on fresh batches)."
-        ),
-    ] = "auto",
-    sampling: Annotated[
-        str, typer.Option(help="How LiSSA's batches are drawn: auto, uniform or curvature.")
-    ] = "auto",
-    lanczos_terms: Terms = 4096,
-    candidates: Annotated[
-        str | None,
-        typer.Option(
-            help="Score only a shortlist: bm25:K or tfidf:K (the K nearest to each query), or a file of ids."
-        ),
-    ] = None,
-    baseline: Annotated[bool, typer.Option(help="Also compute plain gradient dot products.")] = True,
-    top: Annotated[int, typer.Option(help="Examples to print at each end of a ranking.")] = 5,
-    shown: Annotated[int, typer.Option(help="Examples to keep for the page at each end.")] = 20,
-    title: Annotated[str, typer.Option(help="Of the page.")] = "Which training examples are behind this?",
-    as_json: AsJson = False,
+    run_dir: RunDir = None,
+    report: Report = None,
+    top: Top = 5,
+    json: AsJson = False,
 ) -> None:
     """Find the training examples behind the queries' answers, each with an error bar."""
-    own = {
-        "damping": damping,
-        "solver": solver,
-        "accuracy": resolve_accuracy(accuracy),
-        "sampling": sampling,
-        "chains": chains,
-        "refine": refine,
-        "lanczos_terms": lanczos_terms,
-        "candidates": candidates,
-        "baseline": baseline,
-        "shown": shown,
-        "title": title,
-    }
-    _attribute(job, own, run=run, report=report, top=top, as_json=as_json)
+    _attribute(Command(given, options), run_dir=run_dir, report=report, top=top, json=json)
 
 
 @app.command(epilog="Example: [bold]whence resume runs/first[/]")
 @guarded
 def resume(
-    run: Annotated[Path, typer.Argument(help="Run directory of an interrupted attribute command.")],
-    report: Annotated[
-        Path | None, typer.Option(help="Where to write the page; RUN/report.html by default.")
-    ] = None,
-    top: Annotated[int, typer.Option(help="Examples to print at each end of a ranking.")] = 5,
-    as_json: AsJson = False,
+    run_dir: Annotated[Path, typer.Argument(help="Run directory of an interrupted attribute command.")],
+    report: Report = None,
+    top: Top = 5,
+    json: AsJson = False,
 ) -> None:
     """Go on with an interrupted run, with the command that began it."""
-    path = run / "command.json"
-    if not path.exists():
+    if not holds(run_dir, "command"):
         raise RunDirectoryError(
-            f"{run} holds no command to repeat; it was not begun by `whence attribute`. Run its program again"
+            f"{run_dir} holds no command to repeat; it was not begun by `whence attribute`. Run its program again"
         )
-    command = read_json(path)
-    _attribute(
-        Job(JobOptions(**command["job"])), command["own"], run=run, report=report, top=top, as_json=as_json
-    )
+    _attribute(read(run_dir, "command", Command), run_dir=run_dir, report=report, top=top, json=json)
 
 
 @app.command("report", epilog="Example: [bold]whence report runs/first --output report.html[/]")
 @guarded
 def report_command(
-    run: Annotated[
+    run_dir: Annotated[
         Path,
         typer.Argument(help="Directory of a finished run of attribute or clean, or of a saved attribution."),
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="Where to write the page; RUN/report.html by default, or RUN/clean.html."),
+        typer.Option(help="Where to write the page; report.html in the directory by default, or clean.html."),
     ] = None,
 ) -> None:
     """Write the page of a finished run: one self-contained HTML file."""
-    if is_cleaning(run):
-        page = load_cleaning(run).to_html(output or run / "clean.html")
+    if holds(run_dir, "cleaning"):
+        page = load_cleaning(run_dir).to_html(output or run_dir / "clean.html")
     else:
-        page = load(run).to_html(output or run / "report.html")
+        page = load(run_dir).to_html(output or run_dir / "report.html")
     out().print(str(page), markup=False, soft_wrap=True)
 
 
-app.command("clean", epilog="Example: [bold]whence clean my-model/ --train train.jsonl --run runs/clean[/]")(
-    clean_command
+@app.command(
+    "clean", epilog="Example: [bold]whence clean my-model/ --train train.jsonl --run-dir runs/clean[/]"
 )
+@takes(InputOptions, CleanOptions)
+def clean_command(
+    given: InputOptions,
+    options: CleanOptions,
+    *,
+    run_dir: RunDir = None,
+    report: Report = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Where to write all examples as CSV; beside the run if there is one.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="Examples to print.")] = 20,
+    json: AsJson = False,
+) -> None:
+    """Rank training examples that look like mistakes: wrong labels, odd ones out.
+
+    With --queries (examples that the model should get right), also those that harm them most.
+    """
+    if top < 1:
+        raise OptionError(f"--top is {top}; print at least one example")
+    inputs = Inputs(given)
+    result = clean(
+        inputs.problem.model,
+        inputs.train,
+        task=inputs.task,
+        queries=inputs.queries if inputs.has_queries else None,
+        params=inputs.params,
+        class_names=inputs.class_names,
+        run_dir=run_dir,
+        options=options,
+    )
+    page = report or (None if run_dir is None else run_dir / "clean.html")
+    table = csv or (None if run_dir is None else run_dir / "clean.csv")
+    if page is not None:
+        result.to_html(page)
+    if table is not None:
+        result.to_csv(table)
+    if json:
+        print_json(cleaning_as_json(result, top, page, table))
+    else:
+        show_cleaning(out(), result, top)
+        for name, path in (("page", page), ("table", table)):
+            if path is not None:
+                out().print(f"{name}: {path}", markup=False, soft_wrap=True)
+    if result.harm is not None and not result.harm.converged:
+        say("the solver did not converge for every query; a larger --damping helps")
+        raise typer.Exit(NOT_CONVERGED)
 
 
 app.command("validate", epilog="Example: [bold]whence validate runs/first --budget 10min[/]")(
@@ -275,7 +254,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Where the pages go.")] = Path("demo"),
 ) -> None:
     """Train two small models on real data that comes with Python, ask them questions, and write the pages."""
-    from whence.demo import run_demo
+    from whence.demo import run_demo  # needs scikit-learn and transformers
 
     run_demo(part, output)
 
@@ -287,46 +266,34 @@ def main() -> None:
 
 
 def _attribute(
-    job: Job, own: dict[str, Any], *, run: Path | None, report: Path | None, top: int, as_json: bool
+    command: Command, *, run_dir: Path | None, report: Path | None, top: int, json: bool
 ) -> None:
-    options = job.options
+    def keep(run: Run) -> None:
+        run.keep("command", Command, lambda: command)
+
+    inputs = Inputs(command.inputs)
     result = attribute(
-        job.problem.model,
-        job.train,
-        job.queries,
-        task=job.task,
-        damping=_damping(own["damping"]),
-        params=options.params or None,
-        product=options.product,  # type: ignore[arg-type]  # checked there
-        solver=own["solver"],
-        accuracy=own["accuracy"],
-        sampling=own["sampling"],
-        chains=own["chains"],
-        refine=own["refine"],
-        lanczos_terms=own["lanczos_terms"],
-        candidates=job.candidates(own["candidates"]),
-        baseline=own["baseline"],
-        shown=own["shown"],
-        class_names=job.class_names,
-        title=own["title"],
-        seed=options.seed,
-        micro_batch=options.micro_batch,
-        run_dir=run,
-        on_run=None
-        if run is None
-        else lambda path: write_json(path / "command.json", {"job": options.as_json(), "own": own}),
+        inputs.problem.model,
+        inputs.train,
+        inputs.queries,
+        task=inputs.task,
+        params=inputs.params,
+        candidates=inputs.candidates,
+        class_names=inputs.class_names,
+        run_dir=run_dir,
+        on_run=keep,
+        options=command.options,
     )
-    _show(result, run, report, top, as_json)
+    _show(result, report or (None if run_dir is None else run_dir / "report.html"), top, json)
     if not bool(result.solve.converged.all()):
         say("the solver did not converge for every query; a larger --damping helps, or more --chains")
         raise typer.Exit(NOT_CONVERGED)
 
 
-def _show(result: Attribution, run: Path | None, report: Path | None, top: int, as_json: bool) -> None:
-    page = report or (None if run is None else run / "report.html")
+def _show(result: Attribution, page: Path | None, top: int, json: bool) -> None:
     if page is not None:
         result.to_html(page)
-    if as_json:
+    if json:
         print_json({"queries": rows_as_json(result, top), "report": None if page is None else str(page)})
         return
     show_result(out(), result, top)
@@ -334,14 +301,6 @@ def _show(result: Attribution, run: Path | None, report: Path | None, top: int, 
         out().print(f"\npage: {page}", markup=False, soft_wrap=True)
 
 
-def _measure(job: Job, lanczos_terms: int) -> tuple[GaussNewton, Spectrum]:
-    gnh = job.operator()
-    generator = torch.Generator().manual_seed(job.options.seed)
-    return gnh, estimate_spectrum(gnh, generator=generator, lanczos_terms=lanczos_terms)
-
-
-def _damping(text: str | float) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text  # a word, checked where it is used
+def _measure(inputs: Inputs, options: MeasureOptions) -> tuple[GaussNewton, Spectrum]:
+    gnh = inputs.operator(options)
+    return gnh, estimate_spectrum(gnh, generator=options.generator(1), terms=options.spectrum_terms)

@@ -6,14 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from whence.attribution.forecast import Forecast
+from whence.attribution.cost import Forecast
 from whence.attribution.sweep import DampingForecast, forecast_dampings
 from whence.cli.outcome import say
 from whence.errors import OptionError
 from whence.libraries import load_library
 from whence.model.gauss_newton import GaussNewton
+from whence.options import Options
 from whence.runs.files import replace_file
 from whence.solvers.plan import Plan, format_duration
 from whence.spectrum import spectral_density
@@ -24,7 +23,7 @@ PROBES, PRODUCTS = 4, 24
 
 
 def sweep_dampings(
-    gnh: GaussNewton, plan: Plan, cost: Forecast, *, queries: int, max_terms: int, refine: float, seed: int
+    gnh: GaussNewton, plan: Plan, cost: Forecast, *, queries: int, refine: float, options: Options
 ) -> DampingForecast:
     """Measure the density, having said how long that takes, and forecast what each λ would do.
 
@@ -33,22 +32,20 @@ def sweep_dampings(
         plan: at the chosen λ.
         cost: of that plan.
         queries: right-hand sides solved together.
-        max_terms: that the density is measured on at most.
         refine: of the plans.
-        seed: of all random numbers.
+        options: seed, and the terms that the density is measured on at most.
     """
-    generator = torch.Generator().manual_seed(seed)
-    terms, per_term = min(gnh.num_terms, max_terms), plan.spectrum.seconds_per_term
+    generator = options.generator(7)
+    terms, per_term = min(gnh.num_terms, options.spectrum_terms), plan.spectrum.seconds_per_term
     takes = "" if per_term is None else f", at most {format_duration(PROBES * PRODUCTS * terms * per_term)}"
     say(f"measuring the spectral density: {PROBES} × {PRODUCTS} products of {terms:,} terms{takes}")
     density = spectral_density(
-        gnh, generator=generator, probes=PROBES, products=PRODUCTS, max_terms=max_terms
+        gnh, generator=generator, probes=PROBES, products=PRODUCTS, terms=options.spectrum_terms
     )
     return forecast_dampings(
         plan.spectrum,
         density,
         num_terms=gnh.num_terms,
-        generator=generator,
         queries=queries,
         chosen=plan.damping,
         chains=plan.chains,

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from whence.attribution import Attribution, Row
-from whence.attribution.forecast import Forecast
+from whence.attribution.cost import Forecast
 from whence.attribution.sweep import DampingForecast
+from whence.cleaning import Cleaning
 from whence.exhibit import Exhibit
-from whence.solvers.choice import Choice, relative_error
+from whence.report.clean import Suspect
+from whence.report.formatting import brief
+from whence.solvers.auto import Choice, relative_error
 from whence.solvers.plan import Plan, format_bytes, format_duration
 
-__all__ = ["rows_as_json", "show_forecast", "show_plan", "show_result", "show_sweep"]
+__all__ = [
+    "cleaning_as_json",
+    "rows_as_json",
+    "show_cleaning",
+    "show_forecast",
+    "show_plan",
+    "show_result",
+    "show_sweep",
+]
 
 _WIDTH = 60
 
@@ -110,7 +126,7 @@ def _glimpse(exhibit: Exhibit) -> str:
     pieces = [
         f"[{exhibit.label}]" if exhibit.label else "",
         exhibit.note or "",
-        _line(exhibit.text or "", _WIDTH),
+        _line(f"{exhibit.prompt or ''}{exhibit.text or ''}", _WIDTH),
     ]
     return " ".join(filter(None, pieces))
 
@@ -124,8 +140,6 @@ def _line(text: str, width: int, *, end: bool = False) -> str:
 
 def rows_as_json(result: Attribution, k: int) -> list[dict[str, object]]:
     """The ends of every query's ranking, for scripts."""
-    from dataclasses import asdict
-
     return [
         {
             "query": q,
@@ -144,3 +158,76 @@ def rows_as_json(result: Attribution, k: int) -> list[dict[str, object]]:
         }
         for q in range(len(result.queries))
     ]
+
+
+def cleaning_as_json(result: Cleaning, top: int, page: Path | None, table: Path | None) -> dict[str, Any]:
+    """The first of every ranking, for scripts."""
+    calibration = result.found.calibration
+    return {
+        "by": result.by,
+        "num_examples": len(result.ids),
+        "damping": result.found.damping,
+        "rank": result.found.rank,
+        "bounds": asdict(result.found.bounds),
+        "calibration": None if calibration is None else asdict(calibration),
+        "notes": list(result.notes),
+        "suspects": [asdict(suspect) for suspect in result.top(top)],
+        "harmful": [] if result.harm is None else [asdict(one) for one in result.most_harmful(top)],
+        "report": None if page is None else str(page),
+        "csv": None if table is None else str(table),
+    }
+
+
+def show_cleaning(console: Console, result: Cleaning, top: int) -> None:
+    """The first of every ranking."""
+    bounds, scale = result.found.bounds, result.found.calibration
+    console.print(_suspects(result, result.top(top), f"most suspicious by {result.by}"))
+    if result.harm is not None:
+        console.print()
+        console.print(_suspects(result, result.most_harmful(top), "most harmful for the queries", harm=True))
+    exact = "" if scale is None else f"; scaled by exact solves for {scale.solves} examples"
+    console.print(
+        f"\nself-influence from {result.found.rank} directions of the curvature; its bounds are a factor of "
+        f"{bounds.ratio:.3g} apart{exact}",
+        soft_wrap=True,
+    )
+    for note in result.notes:
+        console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+
+
+def _suspects(result: Cleaning, suspects: list[Suspect], name: str, *, harm: bool = False) -> Table:
+    table = Table(title=name, title_justify="left", box=None, pad_edge=False)
+    labelled = result.labels is not None
+    measured = ("harm", "95% interval") if harm else ("self-influence", "bounds")
+    for column in (
+        "rank",
+        "id",
+        *measured,
+        "loss",
+        "gradient",
+        *(["label → model says"] if labelled else []),
+        "example",
+    ):
+        text = column in ("id", "label → model says", "example")
+        # Where the terminal is narrow, texts are cut and numbers are not.
+        least = (
+            10 if column == "id" else None if text else max(len(column), 13 if column == measured[1] else 4)
+        )
+        table.add_column(column, justify="left" if text else "right", no_wrap=True, min_width=least)
+    for one in suspects:
+        numbers: tuple[float | None, ...] = (one.self_influence, one.low, one.high)
+        if harm:
+            numbers = (one.score, one.score_low, one.score_high)
+        value, low, high = (math.nan if number is None else number for number in numbers)
+        says = "" if one.probability is None else f"{one.label} → {one.prediction} ({one.probability:.0%})"
+        table.add_row(
+            str(one.rank),
+            Text(one.id),
+            brief(value, 3),
+            f"{brief(low, 2)} … {brief(high, 2)}",
+            brief(one.loss, 3),
+            brief(one.gradient_norm, 3),
+            *([Text(says)] if labelled else []),
+            Text(_glimpse(result.exhibits.get(one.index, Exhibit()))),
+        )
+    return table

@@ -104,6 +104,10 @@ class TermSet:
         positions = torch.searchsorted(edges, uniform.cpu() * edges[-1]).clamp_max_(len(self) - 1)
         return positions, 1 / (len(self) * self.importance[positions])
 
+    def draw_by(self, probabilities: Tensor | None) -> None:
+        """From here on draw examples with these chances; None: all alike."""
+        self.importance = probabilities
+
     def weight(self, examples: int) -> float:
         """``n / (N m)``: what each term of a draw of ``m`` examples is multiplied by."""
         return len(self) / (self.num_terms * examples)

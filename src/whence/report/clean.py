@@ -79,7 +79,7 @@ class Grounds:
         damping: λ.
         lambda_max: the largest curvature, with its standard error.
         rank: of the approximation.
-        smallest, largest, confidence: its bounds; see `whence.scoring.self_influence.bounds`.
+        smallest, largest, confidence: its bounds; see `whence.scoring.self_influence`.
         scale: the mean of exact values over the approximation's, with its standard error; None where none were solved
             for.
         spread: the standard deviation of that ratio from example to example.

@@ -17,10 +17,10 @@ from torch import Tensor
 from whence.errors import SolverError
 from whence.operators import LinearOperator
 from whence.preconditioners import Preconditioner
-from whence.solvers.certificate import BlockTridiagonal, orthonormal_factors
+from whence.solvers.certificate import BlockTridiagonal, cholesky, orthonormal_factors
 from whence.vectors import ParamVector
 
-__all__ = ["BlockLanczos", "as_block", "column_dots", "finite", "rounding_of"]
+__all__ = ["BlockLanczos", "BlockTridiagonal", "cholesky", "as_block", "column_dots", "finite", "rounding_of"]
 
 
 @dataclass

@@ -42,7 +42,6 @@ class Certificate:
         upper: per column in float64; infinite where nothing can be proven.
         damping: λ.
         operator_terms: how many terms the operator averaged.
-        subset: whether these are a subset of the data. Then u* is the subset's solution.
 
     Example:
         >>> lower, upper = torch.tensor([0.25, 1.0]).double(), torch.tensor([0.5, 2.0]).double()
@@ -56,7 +55,6 @@ class Certificate:
     upper: Tensor
     damping: float
     operator_terms: int
-    subset: bool = False
 
     def score_bound(self, norms: Tensor) -> Tensor:
         """The most that scores ``wᵀu`` can be wrong by: ``|wᵀ(u - u*)| ≤ ‖w‖_{A⁻¹} ‖u - u*‖_A ≤ ‖w‖ upper / √λ``.

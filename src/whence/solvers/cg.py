@@ -17,34 +17,33 @@ and ``keep_basis`` one for every iteration.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from whence.errors import OptionError, VectorError
+from whence.errors import OptionError
 from whence.operators import Damped
 from whence.preconditioners import Preconditioner
-from whence.progress import ticker
-from whence.solvers.base import Solution, Solver, check_right_hand_side
-from whence.solvers.block_lanczos import BlockLanczos, as_block, column_dots, finite
-from whence.solvers.certificate import Certificate, cholesky
-from whence.solvers.cg_bounds import ErrorBounds
-from whence.solvers.cg_state import CGState
-from whence.solvers.error_parts import ErrorParts
+from whence.solvers.base import ErrorParts, Solution, Solver, Statistics
+from whence.solvers.certificate import Certificate
+from whence.solvers.cg_state import CGState, Spanned
+from whence.solvers.error_bounds import ErrorBounds
 from whence.solvers.settling import Settling
-from whence.solvers.spanned import Spanned
+from whence.solvers.block_lanczos import BlockLanczos, as_block, cholesky, column_dots, finite
 from whence.vectors import ParamVector
 
 __all__ = ["CGState", "ConjugateGradient"]
 
 #: What one of several columns may be off by, in units of the error that is asked of them together.
 _WORST = 2.0
+#: By how much the error falls from one round of solving to the next.
+_TIGHTER = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConjugateGradient(Solver):
+class ConjugateGradient(Solver[CGState]):
     """Conjugate gradients until the scores are proven to be right to a tolerance.
 
     The stopping rule is about scores. An error e of the solution changes the score of an example z by ``∇ℓ(z)ᵀe``, and
@@ -61,15 +60,13 @@ class ConjugateGradient(Solver):
         tolerance: the relative error of the scores, in root mean square, to stop at.
         score_error: the expected error of the examples' scores, relative to their spread, to stop at in place of the
             tolerance: in root mean square over columns, none of them twice as far off. None for the tolerance, which
-            also decides where an operator has no examples, or very few of them, and on a subset.
+            also decides where an operator has no examples, or very few of them.
         max_iterations: products to spend at most, one more for a start and one to verify not counted.
-        subset: solve on a fixed random subset of so many terms; the certificate is about the subset's solution.
-        preconditioner: P ≈ H + λ. Its `smallest` must hold for the operator that is solved with. For a subset drawn
-            here it cannot, and the error's bound is then ``‖r‖/√λ``.
+        preconditioner: P ≈ H + λ. Its `smallest` must hold for the operator that is solved with.
         largest: an upper bound of the eigenvalues of the H that is solved with: bounds the error from below for free,
             and tells how far rounding goes, which a preconditioner hides.
-        keep_basis: keep all blocks V, to prove errors where a preconditioner's `smallest` says little: see
-            `whence.solvers.spanned`. Without a preconditioner nothing is gained, and nothing kept.
+        keep_basis: keep all blocks V, to prove errors where a preconditioner's `smallest` says little (`Spanned`).
+            Without a preconditioner nothing is gained, and nothing kept.
         verify: spend one more product, with x and the next block of the basis: it measures the residual, which shows
             the errors of inexact products, and bounds the error from below.
 
@@ -84,10 +81,13 @@ class ConjugateGradient(Solver):
         True
     """
 
+    name: ClassVar[str] = "cg"
+    independent: ClassVar[bool] = False
+    state_type: ClassVar[type[CGState]] = CGState
+
     tolerance: float = 0.1
     score_error: float | None = None
     max_iterations: int = 100
-    subset: int | None = None
     preconditioner: Preconditioner | None = None
     largest: float | None = None
     keep_basis: bool = False
@@ -102,8 +102,6 @@ class ConjugateGradient(Solver):
             )
         if self.max_iterations < 1:
             raise OptionError(f"max_iterations is {self.max_iterations}; it must be at least 1")
-        if self.subset is not None and self.subset < 1:
-            raise OptionError(f"subset is {self.subset}; give a number of terms, or None for all data")
         if self.largest is not None and not 0 < self.largest < math.inf:
             raise OptionError(f"largest is {self.largest}; give an upper bound of H's eigenvalues, or None")
         if self.preconditioner is not None and not isinstance(self.preconditioner, Preconditioner):
@@ -111,56 +109,23 @@ class ConjugateGradient(Solver):
                 f"the preconditioner is a {type(self.preconditioner).__name__}; give a Preconditioner, or None"
             )
 
+    def check(self, A: Damped, rhs: ParamVector, start: ParamVector | None) -> None:
+        """Refuse a preconditioner of another system."""
+        P = self.preconditioner
+        if P is not None and abs(P.damping - A.damping) > 1e-9 * A.damping:
+            raise OptionError(
+                f"the system's damping is {A.damping}, the preconditioner was made for {P.damping}; "
+                "make both from one value"
+            )
+        if P is not None and not 0 < P.smallest < math.inf:
+            raise OptionError(f"the preconditioner's smallest is {P.smallest}; it must be a positive number")
+
     # --- solving -----------------------------------------------------------------------------------------
 
-    def solve(
-        self,
-        A: Damped,
-        rhs: ParamVector,
-        *,
-        generator: torch.Generator,
-        start: ParamVector | None = None,
-        state: CGState | None = None,
-        on_iteration: Callable[[CGState], bool | None] | None = None,
-    ) -> Solution:
-        """Solve ``A u = g`` for one right-hand side, or for a block of them together.
-
-        Args:
-            A: the damped operator.
-            rhs: g.
-            generator: draws the subset, if there is one.
-            start: x₀, of the right-hand side's form; zero by default. Costs a product.
-            state: a solve of the same system to go on with, as ``on_iteration`` was given it.
-            on_iteration: called after every iteration with the state, which it may save; True stops the solve.
-
-        Returns:
-            A `Solution` of one chain with a `Certificate`. Nothing is random, so ``residual_stderr`` is zero; the
-            residual is the measured one with ``verify``, else the recurrence's. Products count whole blocks.
-        """
-        self._check(A, rhs, start)
-        whole, origin = A, generator.get_state()
-        if state is not None and state.generator is not None:
-            origin = state.generator
-            generator.set_state(origin)
-        if self.subset is not None:
-            A.check_batch_size(self.subset)
-            A = A.subset(self.subset, generator)
-        if state is None:
-            state = self.begin(A, rhs, start)
-            state.events += self._reservations(whole.num_terms)
-            state.generator = origin
-        else:
-            whole.operator.restore_state(state.operator)
-
-        def after(state: CGState) -> bool:
-            state.operator = whole.operator.state()  # a subset's products share the memory of the whole
-            return on_iteration is not None and bool(on_iteration(state))
-
-        self.advance(A, rhs, state, on_iteration=after)
-        return self.finish(A, rhs, state)
-
-    def begin(self, A: Damped, rhs: ParamVector, start: ParamVector | None = None) -> CGState:
-        """The state before the first iteration. Costs a product if there is a start."""
+    def begin(
+        self, A: Damped, rhs: ParamVector, *, generator: torch.Generator, start: ParamVector | None = None
+    ) -> CGState:
+        """The state before the first iteration. Nothing is random; a start costs a product."""
         g = as_block(rhs)
         x, residual, slopes = g.zeros_like(), g, None
         if start is not None:
@@ -170,7 +135,6 @@ class ConjugateGradient(Solver):
         lanczos, zeta, left_out = BlockLanczos.begin(residual, self.preconditioner)
         lanczos.norm = 0.0 if self.largest is None else self.largest + A.damping
         state = CGState.begin(x, lanczos, zeta, left_out.diagonal().clamp_min(0.0).sqrt())
-        state.trusted = self.preconditioner is None or self.subset is None
         if self.keep_basis and self.preconditioner is not None:
             state.spanned = Spanned()
         self._keep(state)
@@ -180,33 +144,26 @@ class ConjugateGradient(Solver):
         self._bounds(A).after_step(g, state, decrease=zero, length=zero)
         return state
 
-    def advance(
-        self,
-        A: Damped,
-        rhs: ParamVector,
-        state: CGState,
-        *,
-        until: int | None = None,
-        on_iteration: Callable[[CGState], bool | None] | None = None,
-    ) -> None:
-        """Go on until the tolerance is met or the iterations are spent, or to iteration ``until``."""
-        g = as_block(rhs)
-        limit = self.max_iterations if until is None else min(until, self.max_iterations)
-        with ticker("conjugate gradients", self.max_iterations, done=state.iteration) as tick:
-            while state.iteration < limit and not self.done(state):
-                self._step(A, g, state)
-                tick()
-                if on_iteration is not None and on_iteration(state):
-                    state.events.append(f"Stopped by the caller after {state.iteration} iterations.")
-                    break
-
     def done(self, state: CGState) -> bool:
-        """Whether the tolerance is met, or no step can help: all that is left is rounding, or A is not positive."""
-        return bool(self._met(state).all()) or state.rounded or state.lanczos.current is None or state.failed
+        """Whether the tolerance is met, the iterations are spent, or no step can help."""
+        return state.iteration >= self.max_iterations or bool(self._met(state).all()) or state.exhausted
+
+    def progress(self, state: CGState) -> tuple[int, int]:
+        """Iterations, and how many there may be."""
+        return state.iteration, self.max_iterations
+
+    def further(self, rounds: int) -> ConjugateGradient:
+        """To a quarter of the error with every round."""
+        tighter = _TIGHTER**rounds
+        return replace(
+            self,
+            tolerance=self.tolerance * tighter,
+            score_error=None if self.score_error is None else self.score_error * tighter,
+        )
 
     @property
     def _watches(self) -> bool:
-        return self.score_error is not None and self.subset is None
+        return self.score_error is not None
 
     def _met(self, state: CGState) -> Tensor:
         """Which columns are done: their scores have settled, or where these are not known, are proven right."""
@@ -215,7 +172,9 @@ class ConjugateGradient(Solver):
         error = state.settling.error(state.upper)
         return (error <= _WORST * self.score_error) & (error.square().mean() <= self.score_error**2)
 
-    def _step(self, A: Damped, g: ParamVector, state: CGState) -> None:
+    def step(self, A: Damped, rhs: ParamVector, state: CGState) -> None:
+        """One block product, with the next block of the Krylov space."""
+        g = as_block(rhs)
         S, left_out, slopes = state.lanczos.step(A, self.preconditioner, slopes=self._watches)
         state.products += 1
         T = state.lanczos.T
@@ -276,34 +235,29 @@ class ConjugateGradient(Solver):
         def columns(numbers: Tensor) -> Tensor:
             return numbers[0] if single else numbers
 
-        value = state.iterate.column(0) if single else state.iterate
-        return Solution(
-            value=value,
-            chains=(value,),
+        value, zero = state.iterate.column(0) if single else state.iterate, torch.zeros_like(state.upper)
+        stats = Statistics(
+            solver=self.name,
             residual=columns(state.residual),
-            residual_stderr=columns(torch.zeros_like(state.residual)),
+            residual_stderr=columns(zero),
             converged=columns(met),
             num_products=state.products,
             num_term_products=state.products * A.num_terms,
             events=tuple(state.events),
             paths=torch.tensor(state.path, dtype=torch.float64).reshape(1, len(state.path), len(met)),
-            certificate=Certificate(
-                lower=columns(state.lower),
-                upper=columns(state.upper),
-                damping=A.damping,
-                operator_terms=A.num_terms,
-                subset=self.subset is not None,
-            ),
-            score_rms=columns(state.score_rms),
             error_parts=ErrorParts(
-                bias=columns(
-                    others := torch.full_like(state.upper, 0.0 if self.subset is None else math.nan)
-                ),
-                sampling=columns(others),  # one subset does not tell how another would differ
+                bias=columns(zero),
+                sampling=columns(zero),
                 certificate=columns(state.upper / state.score_rms.clamp_min(torch.finfo(torch.float64).tiny)),
                 expected=None if state.settling is None else columns(state.settling.error(state.upper)),
             ),
+            certificate=Certificate(
+                columns(state.lower), columns(state.upper), damping=A.damping, operator_terms=A.num_terms
+            ),
+            score_rms=columns(state.score_rms),
+            exhausted=state.exhausted,
         )
+        return Solution(value, (value,), stats)
 
     def _verify(self, A: Damped, g: ParamVector, state: CGState) -> None:
         """Measure the residual by a product, and with it the curvature of the next block."""
@@ -318,36 +272,3 @@ class ConjugateGradient(Solver):
 
     def _bounds(self, A: Damped) -> ErrorBounds:
         return ErrorBounds(A.damping, self.preconditioner, self.largest)
-
-    # --- checks ------------------------------------------------------------------------------------------
-
-    def _check(self, A: Damped, rhs: ParamVector, start: ParamVector | None) -> None:
-        if not isinstance(A, Damped):
-            raise OptionError(
-                "conjugate gradients solve a damped system; wrap the operator: Damped(operator, damping)"
-            )
-        check_right_hand_side(A, rhs)
-        P = self.preconditioner
-        if P is not None and abs(P.damping - A.damping) > 1e-9 * A.damping:
-            raise OptionError(
-                f"the system's damping is {A.damping}, the preconditioner was made for {P.damping}; "
-                "make both from one value"
-            )
-        if P is not None and not 0 < P.smallest < math.inf:
-            raise OptionError(f"the preconditioner's smallest is {P.smallest}; it must be a positive number")
-        if start is not None:
-            A.zeros().check_same_space(start, "start")
-            if start.columns != rhs.columns:
-                raise VectorError(f"the start {start!r} has another form than the right-hand side {rhs!r}")
-            if not start.is_finite():
-                raise VectorError("the start holds NaN or infinity; leave it out to start from zero")
-
-    def _reservations(self, terms: int) -> list[str]:
-        if self.subset is None:
-            return []
-        said = [
-            f"Solved on {self.subset:,} of {terms:,} terms: the certificate is about the subset's solution."
-        ]
-        if self.preconditioner is not None:
-            said.append("The preconditioner was not made for this subset: the error is bounded by ‖r‖/√λ.")
-        return said

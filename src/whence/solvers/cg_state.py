@@ -1,4 +1,4 @@
-"""`CGState`: conjugate gradients in flight, in tensors and numbers alone, so that a caller can save it and go on."""
+"""`CGState`: conjugate gradients in flight, in tensors and numbers alone, so that they can be saved and gone on with."""
 
 from __future__ import annotations
 
@@ -9,12 +9,90 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from whence.solvers.block_lanczos import BlockLanczos
+from whence.preconditioners import Preconditioner
 from whence.solvers.settling import Settling
-from whence.solvers.spanned import Spanned
+from whence.solvers.block_lanczos import BlockLanczos, BlockTridiagonal
 from whence.vectors import ParamVector
 
-__all__ = ["CGState"]
+__all__ = ["CGState", "Spanned"]
+
+#: Roundings of a product that are allowed for.
+_MARGIN = 8.0
+
+
+def _empty() -> Tensor:
+    return torch.zeros(0, 0, dtype=torch.float64)
+
+
+@dataclass
+class Spanned:
+    """An error bound that needs nothing of a preconditioner, from all that the solver has multiplied.
+
+    Of all positive semi-definite H that agree with the products so far, ``N = HZ``, the least is ``N (ZᵀN)⁻¹ Nᵀ``, and
+    the error of an iterate with the residual r is largest for it: for any y,
+
+        ‖e‖²_A ≤ (rᵀr - 2 yᵀNᵀr + yᵀ(λZᵀN + NᵀN)y) / λ
+
+    Derived in docs/math.md, "Errors proven with any preconditioner". Takes one vector of the parameters' size for each
+    column and step.
+
+    Attributes:
+        blocks: V_1 … V_{j+1}.
+        plain, once, twice: VᵀV, VᵀP⁻¹V and VᵀP⁻²V.
+    """
+
+    blocks: list[ParamVector] = field(default_factory=list, metadata={"appended": True})
+    plain: Tensor = field(default_factory=_empty)
+    once: Tensor = field(default_factory=_empty)
+    twice: Tensor = field(default_factory=_empty)
+
+    def add(self, V: ParamVector, Z: ParamVector, preconditioner: Preconditioner) -> None:
+        """The next block, with ``Z = P⁻¹V``. Costs a solve with P."""
+        self.blocks.append(V)
+        self.plain, self.once, self.twice = (
+            self._bordered(matrix, other)
+            for matrix, other in (
+                (self.plain, V),
+                (self.once, Z),
+                (self.twice, preconditioner.solve(Z)),
+            )
+        )
+
+    def _bordered(self, matrix: Tensor, other: ParamVector) -> Tensor:
+        """With the inner products of all blocks with another form of the last."""
+        border = torch.cat([block.gram(other, exact=True).cpu() for block in self.blocks])
+        above, corner = border[: len(matrix)], border[len(matrix) :]
+        corner = 0.5 * (corner + corner.T)
+        return torch.cat([torch.cat([matrix, above], 1), torch.cat([above.T, corner], 1)])
+
+    def energy(self, zeta: Tensor, T: BlockTridiagonal, damping: float, rounding: float) -> Tensor:
+        """Above ``‖e‖²_A``, one number per column.
+
+        Products that are rounded to ``ε‖A‖`` change ``2 yᵀNᵀr`` by up to ``ε‖A‖·‖Zy‖·‖r‖``, and ``‖Zy‖ ≤ ‖r‖/λ``.
+
+        Args:
+            zeta: the residual in the last block.
+            T: of the steps so far.
+            damping: λ.
+            rounding: ε‖A‖, of the products.
+        """
+        B = T.extended()
+        total, known = B.shape
+        r = torch.zeros(total, zeta.shape[1], dtype=torch.float64)
+        r[total - len(zeta) :] = zeta
+        of_Z, Z_and_Z = self.once[:known], self.twice[:known, :known]
+        of_N = B.T @ self.plain - damping * of_Z  # NᵀV
+        N_and_N = of_N @ B - damping * (B.T @ of_Z.T - damping * Z_and_Z)
+        inner = damping * (of_Z @ B - damping * Z_and_Z) + N_and_N
+        inner, along = 0.5 * (inner + inner.T), of_N @ r
+        # any y will do: directions whose curvature may be rounding are not asked
+        values, vectors = torch.linalg.eigh(inner)
+        noise = _MARGIN * damping * rounding * float(Z_and_Z.diagonal().max())
+        safe = values > max(noise, 1e-12 * float(values[-1]))
+        y = vectors[:, safe] @ ((vectors[:, safe].T @ along) / values[safe].unsqueeze(1))
+        square = torch.sum(r * (self.plain @ r), dim=0)
+        left = square - torch.sum(y * (2 * along - inner @ y), dim=0)
+        return (left.clamp_min(0.0) + _MARGIN * rounding / damping * square) / damping
 
 
 @dataclass
@@ -35,14 +113,12 @@ class CGState:
         direction: S_j.
         pivot: Cholesky factor of d_j.
         iteration: j.
-        trusted: whether μ is known for this operator, and nothing has contradicted it.
+        trusted: whether nothing has contradicted μ, the smallest eigenvalue that bounds rest on.
         capped: whether nothing has contradicted `largest`.
         failed: whether A turned out not to be positive definite.
         products: spent so far.
         path: gᵀx after every iteration, per column.
-        events: what had to be changed, in words.
-        operator: what earlier products left behind that later ones depend on.
-        generator: state of the generator before it drew the subset.
+        events, operator: see `whence.solvers.base.State`.
         settling: the examples' scores along the way, where the solver watches them.
         spanned: all of the basis, where the solver keeps it to prove errors by.
     """
@@ -68,7 +144,6 @@ class CGState:
     path: list[list[float]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     operator: Mapping[str, float | None] = field(default_factory=dict)
-    generator: Tensor | None = None
     settling: Settling | None = None
     spanned: Spanned | None = None
 
@@ -94,6 +169,11 @@ class CGState:
     def rounded(self) -> bool:
         """Whether all that is left of the error's bound is rounding, so that more iterations cannot help."""
         return bool((self.energy.sqrt() <= self.slack).all())
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no step can help: all that is left is rounding, the space is used up, or A is not positive."""
+        return self.rounded or self.lanczos.current is None or self.failed
 
     def fail(self, what: str, damping: float) -> None:
         """A is not positive definite: nothing is known about the error."""

@@ -3,51 +3,98 @@
     u⁰ = g/λ,        u^t = u^{t-1} - η[(H̃_t + λ)u^{t-1} - g],        t = 1 … T
 
 with a fresh batch H̃_t in every step. Theorem 1: in expectation u^T approaches ``u* = (H + λ)⁻¹g`` as ``(1 - ηλ)^T``,
-and its mean square error has a floor from sampling that more steps never remove. Averaging the tail of the
-path removes it, at no cost but one vector; the last iterate, as in the paper, is available on request.
+and its mean square error has a floor from sampling that more steps never remove. Averaging the tail of the path removes
+it, at the cost of one vector; the last iterate, as in the paper, is available on request.
 
 *Start.* g/λ is exact in flat directions of H, and no iterate needs to be longer than it.
 *Chains.* Independent repetitions: their mean is the solution, their spread its standard error.
-*Preconditioner.* ``u^t = u^{t-1} - ηP⁻¹[(H̃_t + λ)u^{t-1} - g]`` from ``u⁰ = P⁻¹g``: plain LiSSA in the coordinates
-``P^{1/2}u``, where the matrix is ``P^{-1/2}HP^{-1/2}`` and the smallest eigenvalue of the system takes λ's place. The
-plan must be made for that matrix (`Plan.preconditioned`): the batch bound grows as the steps get longer, and what is
-saved in the end is ``Tr(P⁻¹H)`` instead of ``Tr(H)/λ`` in the cost ``T·|B| ≈ 2C·Tr(P⁻¹H)``.
-*Divergence.* ``‖u*‖ ≤ ‖g‖/λ``. A path that leaves this ball (or one that holds its start, too) by a factor is
-diverging, whatever the cause; a quadratic form along the direction in which it left tells the cause. See
-`whence.solvers.divergence`.
+*Preconditioner.* ``u^t = u^{t-1} - ηP⁻¹[(H̃_t + λ)u^{t-1} - g]`` from ``u⁰ = P⁻¹g``, under a plan that was made for it
+(`Plan.preconditioned`).
+*Divergence.* ``‖u*‖ ≤ ‖g‖/λ``. A path that leaves this ball, or one that holds its start, too, by a factor is
+diverging, whatever the cause (`whence.solvers.divergence`).
 
-Memory, in vectors of the parameters' size, for each right-hand side and beside the model: a step holds the
-right-hand side, the iterate and one average per chain begun; and one gradient when a batch does not fit in a
-single pass, or when there are several right-hand sides. The residual at the end holds the right-hand side,
-the chains' averages, their mean, and two more.
+Memory, in vectors of the parameters' size, for each right-hand side and beside the model: a step holds the right-hand
+side, the iterate and one average per chain begun; and one gradient when a batch does not fit in a single pass, or when
+there are several right-hand sides. The residual at the end holds the right-hand side, the chains' averages, their mean,
+and two more.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
-from whence.errors import OptionError, VectorError, WhenceWarning
+from whence.errors import OptionError, WhenceWarning
 from whence.operators import Damped
 from whence.preconditioners import Preconditioner
-from whence.progress import ticker
-from whence.solvers.base import Solution, Solver, check_right_hand_side
+from whence.solvers.base import Solution, Solver, Statistics
 from whence.solvers.divergence import Divergence, answer, left_the_ball
-from whence.solvers.error_parts import left_of_default_start, left_of_start, measured_parts
-from whence.solvers.journal import Chain, Journal, SolveState
+from whence.solvers.held_out import error_parts, left_of_default_start, left_of_start, residual_norm
 from whence.solvers.plan import Plan
-from whence.solvers.residual import residual_norm
 from whence.vectors import ParamVector
 
-__all__ = ["Chain", "Lissa"]
+__all__ = ["Chain", "Lissa", "LissaState"]
+
+
+@dataclass
+class Chain:
+    """One chain in flight.
+
+    Attributes:
+        iterate: u^t.
+        average: of the tail so far; the iterate itself where only the last one counts.
+        step: t.
+        generator: draws this chain's batches.
+    """
+
+    iterate: ParamVector
+    average: ParamVector
+    step: int
+    generator: torch.Generator
+
+
+@dataclass
+class LissaState:
+    """A solve in flight.
+
+    Attributes:
+        plan: the settings in force, which an answer to divergence may have changed.
+        seeds: one per chain.
+        generator: state of the solver's own generator, after the seeds were drawn.
+        radius: no solution is longer than this, nor a start; per column.
+        start: u⁰ of all chains, where it was given.
+        chain: the one under way, or None between two.
+        finished: averages of the chains that are done.
+        paths: gᵀu along every chain so far, ``[steps][columns]`` each.
+        products, terms: spent so far.
+        events, operator: see `whence.solvers.base.State`.
+    """
+
+    plan: Plan
+    seeds: list[int]
+    generator: Tensor
+    radius: Tensor
+    start: ParamVector | None = None
+    chain: Chain | None = None
+    finished: list[ParamVector] = field(default_factory=list, metadata={"appended": True})
+    paths: list[list[list[float]]] = field(default_factory=list)
+    products: int = 0
+    terms: int = 0
+    events: list[str] = field(default_factory=list)
+    operator: Mapping[str, float | None] = field(default_factory=dict)
+
+    def begin_again(self, plan: Plan) -> None:
+        """All chains must estimate the same thing with the same settings: start over with new ones."""
+        self.plan, self.chain, self.finished, self.paths = plan, None, [], []
 
 
 @dataclass(frozen=True)
-class Lissa(Solver):
+class Lissa(Solver[LissaState]):
     """LiSSA under a `Plan`.
 
     Args:
@@ -56,7 +103,7 @@ class Lissa(Solver):
         tail: the part of the path that is averaged.
         recover: answer divergence by a smaller step or a larger batch (with a warning), or raise at once.
         residual_batches: held-out batches for the residual, four times the plan's size each.
-        tolerance: the residual, relative to ‖g‖, at which a solution counts as converged.
+        converged_residual: the residual, relative to ‖g‖, at which a solution counts as converged.
         preconditioner: P, for which the plan was made; None for the paper's LiSSA.
 
     Example:
@@ -69,12 +116,16 @@ class Lissa(Solver):
         True
     """
 
+    name: ClassVar[str] = "lissa"
+    independent: ClassVar[bool] = True
+    state_type: ClassVar[type[LissaState]] = LissaState
+
     plan: Plan
     average: Literal["tail", "last"] = "tail"
     tail: float = 0.5
     recover: bool = True
     residual_batches: int = 8
-    tolerance: float = 0.5
+    converged_residual: float = 0.5
     preconditioner: Preconditioner | None = None
 
     def __post_init__(self) -> None:
@@ -85,200 +136,8 @@ class Lissa(Solver):
         if self.residual_batches < 2:
             raise OptionError(f"residual_batches is {self.residual_batches}; an estimate needs at least 2")
 
-    def solve(
-        self,
-        A: Damped,
-        rhs: ParamVector,
-        *,
-        generator: torch.Generator,
-        journal: Journal | None = None,
-        start: ParamVector | Sequence[ParamVector] | None = None,
-    ) -> Solution:
-        """Solve ``A u = g`` for one right-hand side or a block; a block shares every batch.
-
-        Args:
-            A: the damped operator; its damping must be the plan's, or the preconditioner's.
-            rhs: g.
-            generator: all randomness comes from here.
-            journal: keeps the solve safe on its way, and hands it back to go on with.
-            start: u⁰ of every chain, or one for each; g/λ or P⁻¹g by default. What is left of the error of a start that
-                all chains share is common to them, so their spread does not show it.
-        """
-        state = self.run(A, rhs, generator=generator, journal=journal, start=start)
-        value, plan = ParamVector.mean(state.finished), state.plan
-        batch = min(4 * plan.batch_size, A.num_terms)
-        residual, stderr = residual_norm(A, value, rhs, self.residual_batches, batch, generator)
-        preconditioned, given = self.preconditioner is not None, start is not None
-        steps = self.averaged(plan)
-        parts = measured_parts(
-            A,
-            value,
-            state.finished,
-            left=left_of_start(plan, steps)
-            if given
-            else left_of_default_start(plan, steps, preconditioned=preconditioned),
-            start=start if start is None or isinstance(start, ParamVector) else ParamVector.mean(start),
-            in_energy=given or preconditioned,
-            certificate=None,
-            terms=batch,
-            generator=generator,
-        )
-        return Solution(
-            value=value,
-            chains=tuple(state.finished),
-            residual=residual,
-            residual_stderr=stderr,
-            converged=residual - 2 * stderr <= self.tolerance,
-            num_products=state.products + self.residual_batches,
-            num_term_products=state.terms + self.residual_batches * batch,
-            events=tuple(state.events),
-            plan=plan,
-            paths=torch.tensor(state.paths, dtype=torch.float64),
-            error_parts=parts,
-        )
-
-    def run(
-        self,
-        A: Damped,
-        rhs: ParamVector,
-        *,
-        generator: torch.Generator,
-        journal: Journal | None = None,
-        start: ParamVector | Sequence[ParamVector] | None = None,
-        watch: ParamVector | None = None,
-    ) -> SolveState:
-        """All chains to their ends, without a judgement of the result; the paths are ``wᵀu`` with w = ``watch``."""
-        self.check(A)
-        check_right_hand_side(A, rhs)
-        starts = self._starts(rhs, start)
-        state = None if journal is None else journal.restore()
-        if state is None:
-            state = SolveState.begin(self.plan, generator)
-        else:
-            generator.set_state(state.generator)
-            A.operator.restore_state(state.operator)
-        while len(state.finished) < state.plan.chains:
-            self._run_chain(
-                A, rhs, state, journal, starts[len(state.finished)], rhs if watch is None else watch
-            )
-        return state
-
-    def _run_chain(
-        self,
-        A: Damped,
-        rhs: ParamVector,
-        state: SolveState,
-        journal: Journal | None,
-        start: ParamVector | None,
-        watch: ParamVector,
-    ) -> None:
-        """Begin or go on with the next chain, to its end; or begin all again more cautiously if it diverges."""
-        number, plan = len(state.finished), state.plan
-        if state.chain is None:
-            state.chain = self.start(A, rhs, state.seeds[number], at=start)
-            state.paths.append([])
-        chain, path = state.chain, state.paths[number]
-        with ticker(f"chain {number + 1} of {plan.chains}", plan.num_steps, done=chain.step) as tick:
-
-            def on_step() -> None:
-                path.append(chain.iterate.dot(watch).reshape(-1).tolist())
-                state.operator = A.operator.state()
-                if journal is not None:
-                    journal.record(state)
-                tick()
-
-            diverged = self.advance(chain, A, rhs, plan, on_step=on_step, start=start)
-        state.chain = None  # its iterate is not needed any more, and is a copy of the model
-        state.products += chain.step
-        state.terms += chain.step * plan.batch_size
-        if diverged is None:
-            state.finished.append(chain.average)
-        else:
-            state.begin_again(answer(diverged, A, plan, attempt=len(state.events), recover=self.recover))
-            state.events.append(f"{diverged.message} Starting again with {_settings(state.plan)}.")
-            warnings.warn(state.events[-1], WhenceWarning, stacklevel=3)
-        if journal is not None:
-            state.operator = A.operator.state()  # telling the cause of a divergence took a product, too
-            journal.record(state, now=True)
-
-    def start(self, A: Damped, rhs: ParamVector, seed: int, *, at: ParamVector | None = None) -> Chain:
-        """A chain at ``u⁰ = g/λ``, ``P⁻¹g``, or where it is told to begin, with a random stream of its own."""
-        if at is not None:
-            iterate = at.clone()
-        elif self.preconditioner is not None:
-            iterate = self.preconditioner.solve(rhs)
-        else:
-            iterate = rhs.clone().scale_(1 / A.damping)
-        average = iterate.zeros_like() if self.average == "tail" else iterate
-        return Chain(iterate, average, 0, torch.Generator().manual_seed(seed))
-
-    def advance(
-        self,
-        chain: Chain,
-        A: Damped,
-        rhs: ParamVector,
-        plan: Plan,
-        *,
-        until: int | None = None,
-        on_step: Callable[[], None] | None = None,
-        start: ParamVector | None = None,
-    ) -> Divergence | None:
-        """Run a chain to step ``until`` (by default to its end); says so if it diverges on the way.
-
-        A chain that was told where to begin may be longer than any solution: ``start`` is what it is measured with.
-        """
-        burn_in = self.averaged(plan).start - 1
-        radius = rhs.norm() / A.damping
-        if start is not None:
-            radius = torch.maximum(radius, start.norm())
-        while chain.step < (plan.num_steps if until is None else until):
-            A_t = A.sample(plan.batch_size, chain.generator)
-            if self.preconditioner is None:
-                # u ← u - η[(H̃_t + λ)u - g], added in place, parameter by parameter
-                A_t.add_matvec_(chain.iterate, chain.iterate, -plan.step_size)
-                chain.iterate.axpy_(plan.step_size, rhs)
-            else:
-                residual = A_t.matvec(chain.iterate).axpy_(-1.0, rhs)
-                chain.iterate.axpy_(-plan.step_size, self.preconditioner.solve(residual))
-            chain.step += 1
-            if left_the_ball(chain.iterate, radius):
-                return Divergence(chain.iterate, chain.step, radius, A, plan, self.preconditioner, A_t)
-            if self.average == "tail" and chain.step > burn_in:
-                chain.average.lerp_(chain.iterate, 1 / (chain.step - burn_in))
-            if on_step is not None:
-                on_step()
-        return None
-
-    def averaged(self, plan: Plan) -> range:
-        """The steps whose points are averaged: the last part of the path, or its end."""
-        kept = max(1, round(self.tail * plan.num_steps)) if self.average == "tail" else 1
-        return range(plan.num_steps - kept + 1, plan.num_steps + 1)
-
-    def _starts(
-        self, rhs: ParamVector, start: ParamVector | Sequence[ParamVector] | None
-    ) -> Sequence[ParamVector | None]:
-        """One for each chain."""
-        if start is None:
-            return [None] * self.plan.chains
-        starts = [start] * self.plan.chains if isinstance(start, ParamVector) else start
-        if len(starts) != self.plan.chains:
-            raise VectorError(
-                f"there are {len(starts)} starts for {self.plan.chains} chains; give one for each, or one for all"
-            )
-        for each in starts:
-            rhs.check_same_form(each, "start")
-            if not each.is_finite():
-                raise VectorError(
-                    "a start holds NaN or infinity; leave it out to start from the right-hand side"
-                )
-        return starts
-
-    def check(self, A: Damped) -> None:
+    def check(self, A: Damped, rhs: ParamVector, start: ParamVector | None) -> None:
         """Refuse a system that plan or preconditioner were not made for."""
-        if not isinstance(A, Damped):
-            raise OptionError(
-                f"LiSSA solves a damped system; wrap the operator: Damped(operator, {self.plan.damping})"
-            )
         made_for, whose = (
             (self.plan.damping, "plan")
             if self.preconditioner is None
@@ -293,6 +152,121 @@ class Lissa(Solver):
                 f"the plan asks for batches of {self.plan.batch_size} terms, the data hold {A.num_terms}. "
                 "Use more data, a smaller C, or a full-batch solver"
             )
+
+    def made_for(self) -> Plan:
+        """The plan."""
+        return self.plan
+
+    # --- solving -----------------------------------------------------------------------------------------
+
+    def begin(
+        self, A: Damped, rhs: ParamVector, *, generator: torch.Generator, start: ParamVector | None = None
+    ) -> LissaState:
+        """Nothing done yet; draws the chains' seeds.
+
+        A start that all chains share leaves a part of its error in all of them, which their spread does not show.
+        """
+        seeds = torch.randint(2**62, (self.plan.chains,), generator=generator, device=generator.device)
+        radius = rhs.norm() / A.damping
+        if start is not None:
+            radius = torch.maximum(radius, start.norm())
+        return LissaState(self.plan, seeds.tolist(), generator.get_state(), radius, start)
+
+    def step(self, A: Damped, rhs: ParamVector, state: LissaState) -> None:
+        """One step of the chain under way, or of the next; a path that diverges begins all again, more cautiously."""
+        if state.chain is None:
+            state.chain = self._chain(A, rhs, state)
+            state.paths.append([])
+        chain, plan = state.chain, state.plan
+        A_t = A.sample(plan.batch_size, chain.generator)
+        if self.preconditioner is None:
+            # u ← u - η[(H̃_t + λ)u - g], added in place, parameter by parameter
+            A_t.add_matvec_(chain.iterate, chain.iterate, -plan.step_size)
+            chain.iterate.axpy_(plan.step_size, rhs)
+        else:
+            residual = A_t.matvec(chain.iterate).axpy_(-1.0, rhs)
+            chain.iterate.axpy_(-plan.step_size, self.preconditioner.solve(residual))
+        chain.step += 1
+        state.products += 1
+        state.terms += plan.batch_size
+        if left_the_ball(chain.iterate, state.radius):
+            diverged = Divergence(chain.iterate, chain.step, state.radius, A, plan, self.preconditioner, A_t)
+            self._begin_again(A, state, diverged)
+            return
+        kept = self.averaged(plan).start
+        if self.average == "tail" and chain.step >= kept:
+            chain.average.lerp_(chain.iterate, 1 / (chain.step - kept + 1))
+        state.paths[-1].append(chain.iterate.dot(rhs).reshape(-1).tolist())
+        if chain.step >= plan.num_steps:
+            state.finished.append(chain.average)
+            state.chain = None  # its iterate is a copy of the model, and not needed any more
+
+    def done(self, state: LissaState) -> bool:
+        """Whether all chains have come to their ends."""
+        return len(state.finished) >= state.plan.chains
+
+    def progress(self, state: LissaState) -> tuple[int, int]:
+        """Steps of all chains."""
+        under_way = 0 if state.chain is None else state.chain.step
+        return len(state.finished) * state.plan.num_steps + under_way, state.plan.num_products
+
+    def finish(self, A: Damped, rhs: ParamVector, state: LissaState) -> Solution:
+        """The chains' mean, with what held-out batches show of its error."""
+        value, plan = ParamVector.mean(state.finished), state.plan
+        generator = torch.Generator()
+        generator.set_state(state.generator)
+        batch = min(4 * plan.batch_size, A.num_terms)
+        residual, stderr = residual_norm(A, value, rhs, self.residual_batches, batch, generator)
+        preconditioned, given = self.preconditioner is not None, state.start is not None
+        left = (
+            left_of_start(plan, self.averaged(plan))
+            if given
+            else left_of_default_start(plan, self.averaged(plan), preconditioned=preconditioned)
+        )
+        parts = error_parts(
+            A,
+            value,
+            state.finished,
+            left=left,
+            start=state.start,
+            in_energy=given or preconditioned,
+            terms=batch,
+            generator=generator,
+        )
+        stats = Statistics(
+            solver=self.name,
+            residual=residual,
+            residual_stderr=stderr,
+            converged=residual - 2 * stderr <= self.converged_residual,
+            num_products=state.products + self.residual_batches,
+            num_term_products=state.terms + self.residual_batches * batch,
+            events=tuple(state.events),
+            paths=torch.tensor(state.paths, dtype=torch.float64),
+            error_parts=parts,
+            plan=plan,
+        )
+        return Solution(value, tuple(state.finished), stats)
+
+    def averaged(self, plan: Plan) -> range:
+        """The steps whose points are averaged: the last part of the path, or its end."""
+        kept = max(1, round(self.tail * plan.num_steps)) if self.average == "tail" else 1
+        return range(plan.num_steps - kept + 1, plan.num_steps + 1)
+
+    def _chain(self, A: Damped, rhs: ParamVector, state: LissaState) -> Chain:
+        """The next chain, at ``u⁰ = g/λ``, ``P⁻¹g``, or the given start, with a random stream of its own."""
+        if state.start is not None:
+            iterate = state.start.clone()
+        elif self.preconditioner is not None:
+            iterate = self.preconditioner.solve(rhs)
+        else:
+            iterate = rhs.clone().scale_(1 / A.damping)
+        average = iterate.zeros_like() if self.average == "tail" else iterate
+        return Chain(iterate, average, 0, torch.Generator().manual_seed(state.seeds[len(state.finished)]))
+
+    def _begin_again(self, A: Damped, state: LissaState, diverged: Divergence) -> None:
+        state.begin_again(answer(diverged, A, state.plan, attempt=len(state.events), recover=self.recover))
+        state.events.append(f"{diverged.message} Starting again with {_settings(state.plan)}.")
+        warnings.warn(state.events[-1], WhenceWarning, stacklevel=4)
 
 
 def _settings(plan: Plan) -> str:

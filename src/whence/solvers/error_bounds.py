@@ -1,7 +1,8 @@
-"""`ErrorBounds`: what is proven about an iterate of conjugate gradients, from its recurrence and from one product.
+"""What is proven about an iterate of conjugate gradients, from its recurrence and from one product.
 
-The matrices of `whence.solvers.certificate` bound the error of exact arithmetic. Here they meet what is not exact: μ
-may be wrong, products and sums are rounded, and directions too short to tell from noise are left out of the space.
+The rules of Gauss and Radau (`whence.spectrum.lanczos.BlockTridiagonal`) bound the error of exact arithmetic. Here they
+meet what is not exact: μ may be wrong, products and sums are rounded, and directions too short to tell from noise are
+left out of the space.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import torch
 from torch import Tensor
 
 from whence.preconditioners import Preconditioner
-from whence.solvers.block_lanczos import column_dots, rounding_of
-from whence.solvers.certificate import BlockTridiagonal
 from whence.solvers.cg_state import CGState
+from whence.solvers.block_lanczos import BlockTridiagonal, column_dots, rounding_of
 from whence.vectors import ParamVector
 
 __all__ = ["ErrorBounds"]

@@ -1,15 +1,16 @@
-"""`Job`: the model, the data and the queries that a command line names, loaded and checked."""
+"""`Inputs`: the model, the data and the queries that a command line names, loaded and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from whence.errors import OptionError
 from whence.model.gauss_newton import GaussNewton
+from whence.options import MeasureOptions, Options, option
 from whence.sources import (
     ClassifiedTexts,
     Examples,
@@ -26,48 +27,70 @@ from whence.sources import (
 from whence.sources.candidates import Shortlist, bm25, from_ids, tfidf
 from whence.tasks import Classification, LanguageModeling, Task
 
-__all__ = ["Job", "JobOptions"]
+__all__ = ["Command", "InputOptions", "Inputs"]
 
 _DEFAULT_PASSAGE = 512
 
 
+@dataclass(frozen=True, kw_only=True)
+class InputOptions:
+    """What the command line says about model and data."""
+
+    model: str = field(
+        metadata={
+            "help": "A Hugging Face model directory, or package.module:function (or file.py:function) that returns a "
+            "torch module or a whence.sources.Problem."
+        }
+    )
+    train: str | None = option(
+        None,
+        "Training data: .jsonl, .json, .csv, .tsv, .parquet, .txt, a directory of text files, of shards or of images "
+        "in class folders, or a directory saved by the datasets library (path:split).",
+    )
+    queries: str | None = option(
+        None, "Questions: rows with prompt and completion (or text), or labelled images or texts."
+    )
+    prompt: str | None = option(None, "One question, typed here: what the model was given…")
+    completion: str | None = option(None, "…and what it said.")
+    candidates: str | None = option(
+        None, "Score only a shortlist: bm25:K or tfidf:K (the K nearest to each query), or a file of ids."
+    )
+    task: str | None = option(None, "classification or language-modeling, where the model does not tell.")
+    params: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Glob pattern of parameter names to use (repeatable), as 'model.layers.*'; default all."
+        },
+    )
+    dtype: str = option("float32", "Of a Hugging Face model's parameters.")
+    tokenizer: str | None = option(None, "Its directory, where it is not beside the model.")
+    max_length: int | None = option(None, "Tokens of a passage at most (512).")
+    truncate: bool = option(False, "Cut long rows instead of refusing them.")
+    skip_empty: bool = option(False, "Leave out rows without text.")
+    text_field: str | None = option(None, "Field with the text ('text').")
+    label_field: str = option("label", "Field with the label.")
+    split: str | None = option(None, "Split of a saved data set.")
+    encoding: str = option("utf-8", "Of text files.")
+    image_mode: str | None = option(None, "Convert images to RGB or L.")
+    transform: str | None = option(
+        None, "From image to tensor: module:function, or an image processor's directory."
+    )
+    allow_download: bool = option(False, "MODEL may be fetched by its name on the hub.")
+    check_vocabulary: bool = option(True, "Refuse a tokenizer whose vocabulary does not fit the model.")
+
+
 @dataclass(frozen=True)
-class JobOptions:
-    """What the command line says about model and data; the options' help explains each."""
+class Command:
+    """A `whence attribute` to repeat: kept in the run directory."""
 
-    model: str
-    train: str | None = None
-    queries: str | None = None
-    prompt: str | None = None
-    completion: str | None = None
-    task: str | None = None
-    params: list[str] = field(default_factory=list)
-    product: str = "auto"
-    micro_batch: int | None = None
-    dtype: str = "float32"
-    tokenizer: str | None = None
-    max_length: int | None = None
-    truncate: bool = False
-    skip_empty: bool = False
-    text_field: str | None = None
-    label_field: str = "label"
-    split: str | None = None
-    encoding: str = "utf-8"
-    image_mode: str | None = None
-    transform: str | None = None
-    allow_download: bool = False
-    check_vocabulary: bool = True
-    seed: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        """For repeating the command."""
-        return asdict(self)
+    inputs: InputOptions
+    options: Options
 
 
-class Job:
+class Inputs:
     """Loads what the options name, when it is asked for."""
 
-    def __init__(self, options: JobOptions) -> None:
+    def __init__(self, options: InputOptions) -> None:
         self.options = options
 
     @cached_property
@@ -139,17 +162,27 @@ class Job:
             )
         return self._classified(options.queries, getattr(self.train, "labels", None) or problem.labels)
 
-    def operator(self) -> GaussNewton:
+    def operator(self, options: MeasureOptions) -> GaussNewton:
         """The Gauss-Newton Hessian over the training data."""
-        options = self.options
         return GaussNewton(
             self.problem.model,
             self.task,
             self.train,
-            params=options.params or None,
-            product=options.product,  # type: ignore[arg-type]  # checked there
+            params=self.params,
+            product=options.product,  # type: ignore[arg-type]  # checked
             micro_batch=options.micro_batch,
         )
+
+    @property
+    def params(self) -> list[str] | None:
+        """Patterns of parameter names; None for all."""
+        return self.options.params or None
+
+    @property
+    def has_queries(self) -> bool:
+        """Whether there is a question."""
+        options = self.options
+        return any(each is not None for each in (options.queries, options.prompt, options.completion))
 
     @property
     def class_names(self) -> Sequence[str] | None:
@@ -157,8 +190,10 @@ class Job:
         labels = getattr(self.train, "labels", None) or self.problem.labels
         return None if labels is None else labels.names
 
-    def candidates(self, spec: str | None) -> Shortlist | None:
+    @property
+    def candidates(self) -> Shortlist | None:
         """``bm25:K``, ``tfidf:K``, or a file of ids."""
+        spec = self.options.candidates
         if spec is None:
             return None
         method, _, number = spec.partition(":")

@@ -23,6 +23,8 @@ from scipy.special import ndtri, stdtrit
 from torch import Tensor
 
 from whence.errors import OptionError
+from whence.solvers import Certificate
+from whence.spectrum import Spectrum
 
 __all__ = ["Scored", "half_width"]
 
@@ -47,6 +49,15 @@ class Scored:
 
     chains: Tensor
     certified: Tensor | None = None
+
+    @staticmethod
+    def of(
+        chains: Tensor, certificate: Certificate | None, norms: Tensor | None, spectrum: Spectrum
+    ) -> Scored:
+        """Scores by every chain, with what a certificate allows for where the examples' gradient norms are known."""
+        if certificate is None or norms is None:
+            return Scored(chains)
+        return Scored(chains, certificate.score_error(norms, spectrum.trace.value))
 
     @property
     def mean(self) -> Tensor:

@@ -1,0 +1,188 @@
+"""`Scores`: what every example scored for every query, computed and kept in parts.
+
+A part of a run is written whole or not at all, so a run that was killed while scoring goes on with the first part that
+is missing. On disk the parts are an ordinary Parquet data set with one row for each query and example::
+
+    query  index  terms  score  stderr  chain_0 … chain_{m-1}  [dot_product]  [norm]
+
+`dot_product` is the plain gradient dot product and `norm` the length of the example's gradient, where they were asked
+for. `stderr` is of several chains; the errors of a single one follow from its certificate and the norms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whence.progress import ticker
+from whence.runs import Run
+from whence.scoring import Scorer
+from whence.vectors import ParamVector
+
+__all__ = ["Scores", "directions", "part_of_minute", "score_parts"]
+
+#: A part should take about this many flops: a minute or so on a few cores.
+_FLOPS_PER_PART = 2e12
+_LARGEST_PART = 50_000
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of some examples.
+
+    Attributes:
+        indices: positions in the training data, ``[n]``.
+        terms: how many terms each has, ``[n]``.
+        chains: scores by every chain, ``[chains, queries, n]``.
+        dots: gradient dot products, ``[queries, n]``, or None.
+        norms: lengths of the examples' gradients, ``[n]``, or None.
+        method: how they were computed, in words.
+    """
+
+    indices: Tensor
+    terms: Tensor
+    chains: Tensor
+    dots: Tensor | None = None
+    norms: Tensor | None = None
+    method: str = ""
+
+    def after(self, before: Scores, *, adds: bool) -> Scores:
+        """With what was computed once and before; and with its chains, if these are to be averaged with them."""
+        chains = torch.cat([before.chains, self.chains]) if adds else self.chains
+        return replace(before, chains=chains)
+
+    @staticmethod
+    def join(parts: Sequence[Scores]) -> Scores:
+        """One after the other."""
+        dots = [part.dots for part in parts if part.dots is not None]
+        norms = [part.norms for part in parts if part.norms is not None]
+        return Scores(
+            torch.cat([part.indices for part in parts]),
+            torch.cat([part.terms for part in parts]),
+            torch.cat([part.chains for part in parts], dim=2),
+            torch.cat(dots, dim=1) if len(dots) == len(parts) else None,
+            torch.cat(norms) if len(norms) == len(parts) else None,
+        )
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """As a table."""
+        chains, queries, examples = self.chains.shape
+        stderr = torch.full_like(self.chains[0], math.nan)
+        if chains > 1:
+            stderr = self.chains.std(0) / math.sqrt(chains)
+        columns = {
+            "query": torch.arange(queries).repeat_interleave(examples),
+            "index": self.indices.repeat(queries),
+            "terms": self.terms.repeat(queries),
+            "score": self.chains.mean(0).flatten(),
+            "stderr": stderr.flatten(),
+            **{f"chain_{k}": self.chains[k].flatten() for k in range(chains)},
+        }
+        if self.dots is not None:
+            columns["dot_product"] = self.dots.flatten()
+        if self.norms is not None:
+            columns["norm"] = self.norms.repeat(queries)
+        return {name: column.numpy() for name, column in columns.items()}
+
+    @staticmethod
+    def from_columns(columns: Mapping[str, np.ndarray]) -> Scores:
+        """Inverse of `columns`."""
+        queries = int(columns["query"][-1]) + 1
+
+        def column(name: str) -> Tensor:
+            return torch.from_numpy(columns[name].copy()).reshape(queries, -1)
+
+        count = sum(name.startswith("chain_") for name in columns)
+        return Scores(
+            column("index")[0],
+            column("terms")[0],
+            torch.stack([column(f"chain_{k}") for k in range(count)]),
+            column("dot_product") if "dot_product" in columns else None,
+            column("norm")[0] if "norm" in columns else None,
+        )
+
+
+@dataclass(frozen=True)
+class PartSize:
+    """Examples in a part; written down, so that a run is gone on with in the parts that it was begun with."""
+
+    examples: int
+
+
+def part_of_minute(flops: float, multiple: int = 1) -> int:
+    """How many examples of so many flops each make a part, in whole multiples."""
+    size = min(max(int(_FLOPS_PER_PART / max(flops, 1.0)), 1), _LARGEST_PART)
+    return max(size // multiple, 1) * multiple
+
+
+def directions(chains: Sequence[ParamVector], gradients: ParamVector | None) -> ParamVector:
+    """One block: all queries of the first chain, of the second, …, and the gradients for the baseline."""
+    blocks = [*chains] if gradients is None else [*chains, gradients]
+    tensors = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+    return ParamVector(tensors, columns=sum(block.columns or 1 for block in blocks))
+
+
+def score_parts(
+    run: Run,
+    name: str,
+    scorer: Scorer,
+    positions: Tensor,
+    part_size: int | None,
+    chains: int,
+    queries: int,
+) -> Scores:
+    """Scores of all positions along the scorer's directions; parts that the run has are read.
+
+    Args:
+        run: keeps the parts.
+        name: of the artifacts.
+        scorer: for all queries of the first chain, of the second, …, and their gradients where these are wanted.
+        positions: of the examples.
+        part_size: examples in a part; a minute's work by default.
+        chains: how many.
+        queries: how many.
+    """
+    size = run.keep(
+        f"{name}/size",
+        PartSize,
+        lambda: PartSize(part_size or part_of_minute(scorer.cost, scorer.gnh.micro_batch)),
+    )
+    done = []
+    with ticker("scoring training examples", len(positions)) as tick:
+        for number, part in enumerate(positions.split(size.examples)):
+            key = f"{name}/part-{number:05d}"
+            if run.has(key):
+                for _ in part:
+                    tick()
+            compute = partial(_score_part, scorer, part, chains, queries, tick)
+            done.append(Scores.from_columns(run.keep_table(key, compute)))
+    return replace(Scores.join(done), method=scorer.describe())
+
+
+def _score_part(
+    scorer: Scorer, positions: Tensor, chains: int, queries: int, tick: Callable[[], None]
+) -> dict[str, np.ndarray]:
+    rows, lengths = [], []
+    for chunk in positions.split(8 * scorer.gnh.micro_batch):
+        if scorer.norms:
+            found, norms = scorer.score_with_norms(chunk)
+            lengths.append(norms)
+        else:
+            found = scorer.score(chunk)
+        rows.append(found)
+        for _ in chunk:
+            tick()
+    along, solved = torch.cat(rows, dim=1), chains * queries
+    return Scores(
+        scorer.terms.indices[positions],
+        scorer.terms.counts()[positions],
+        along[:solved].reshape(chains, queries, -1),
+        along[solved:] if len(along) > solved else None,
+        torch.cat(lengths) if lengths else None,
+    ).columns()

@@ -1,0 +1,240 @@
+"""What can be asked of each command: one frozen dataclass is its keyword signature, its command line, its saved
+configuration and what a resumed run compares itself with. A new option is written once, here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar, get_type_hints
+
+import torch
+
+from whence.errors import OptionError
+from whence.solvers.auto import resolve_accuracy
+from whence.solvers.plan import check_damping
+
+__all__ = ["CleanOptions", "MeasureOptions", "Options", "RunOptions", "Until", "chosen_options", "option", "takes"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+O = TypeVar("O", bound="MeasureOptions")  # noqa: E741
+
+
+def option(default: Any, help: str, *, common: bool = False, saved: bool = True) -> Any:
+    """A field of an options class.
+
+    Args:
+        default: its default.
+        help: one sentence, for Python and for the command line.
+        common: whether a function's signature shows it; the others can be given just the same.
+        saved: whether a run's numbers or files depend on it, so that another value is another run.
+    """
+    return field(default=default, metadata={"help": help, "common": common, "saved": saved})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """What everything that measures a model's curvature has in common: options of `whence spectrum`."""
+
+    product: str = option("auto", "How Gauss-Newton products are computed: auto, exact or finite-difference.")
+    seed: int = option(0, "Of all random numbers.", common=True)
+    micro_batch: int | None = option(None, "Examples per pass; by default as many as fit.")
+    spectrum_terms: int = option(4096, "Terms (tokens) of the data that curvature is measured on, at most.")
+
+    def __post_init__(self) -> None:
+        self._one_of("product", "auto", "exact", "finite-difference")
+        for name in ("micro_batch", "spectrum_terms", "part_size", "shown"):
+            value = getattr(self, name, None)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise OptionError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**40:
+            raise OptionError(f"seed is {self.seed!r}; give a whole number from 0 to 2^40")
+
+    def _one_of(self, name: str, *values: str) -> None:
+        value = getattr(self, name)
+        if value not in values:
+            *first, last = map(repr, values)
+            raise OptionError(f"{name} is {value!r}; it must be {', '.join(first)} or {last}")
+
+    def generator(self, phase: int) -> torch.Generator:
+        """Random numbers of one phase: they start from the seed in every phase, so that a resumed run has the same."""
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + phase)
+
+    def saved(self) -> dict[str, Any]:
+        """What a run's numbers and files depend on: name -> value."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["saved"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(MeasureOptions):
+    """What the commands that make a run have in common."""
+
+    damping: float | str = option(
+        "auto",
+        "λ, or 'auto': λmax/200 from the measured spectrum; any other part of λmax is written 'lambda_max/50'.",
+        common=True,
+    )
+    part_size: int | None = option(None, "Examples per part of the results on disk; a minute's work by default.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_damping(self.damping)
+
+
+@dataclass(frozen=True)
+class Until:
+    """Stop once the ``k`` most helpful examples of every query are separated from the rest.
+
+    Attributes:
+        k: how many.
+        confidence: that the set is right, per query.
+    """
+
+    k: int
+    confidence: float = 0.95
+
+    @classmethod
+    def parse(cls, text: str) -> Until:
+        """From ``"top-10 stable"``, or ``"top-10 stable at 0.99"``."""
+        found = re.fullmatch(r"top-(\d+) stable(?: at (0?\.\d+))?", text.strip())
+        if found is None or int(found[1]) < 1:
+            raise OptionError(
+                f"until is {text!r}; write 'top-10 stable', or 'top-10 stable at 0.99' for another confidence"
+            )
+        return cls(int(found[1]), float(found[2] or 0.95))
+
+    def __str__(self) -> str:
+        return f"top-{self.k} stable at {self.confidence:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    """Options of `whence.attribute`."""
+
+    solver: str = option(
+        "auto",
+        "auto (`whence.solvers.auto` has the rule), cg: conjugate gradients over all of the data, with a certificate, "
+        "or lissa: stochastic steps under a plan made from the measured spectrum.",
+        common=True,
+    )
+    accuracy: float | str = option(
+        0.995,
+        "What to aim at: the expected correlation of the scores with the exact damped ones, or their relative error, "
+        "as '10%', which is the same as 0.995.",
+        common=True,
+    )
+    until: str | None = option(
+        None,
+        "'top-10 stable' solves on until the ten most helpful examples of every query are separated from the rest, at "
+        "a confidence of 0.95 or as in 'top-10 stable at 0.99'; the result says whether they are.",
+        common=True,
+    )
+    budget: float = option(8.0, "What that may cost, as a multiple of the first round of solving.", common=True)
+    chains: int = option(
+        4, "LiSSA's independent solves: their mean is the answer, their spread the error bar.", common=True
+    )
+    refine: float | None = option(
+        None, "Cost of each chain, as a multiple of the paper's plan; by default what the accuracy needs."
+    )
+    sampling: str = option(
+        "auto",
+        "How LiSSA's batches are drawn: uniform; curvature, by how uncertain the model is of an example, which pays "
+        "where it is certain of almost all; or auto, by curvature where the measured noise says that it pays.",
+    )
+    method: str = option("auto", "How examples are scored: auto, directional or gradients.")
+    baseline: bool = option(True, "Also compute plain gradient dot products, to compare with.", common=True)
+    shown: int = option(20, "Examples at each end of a ranking that are kept for the page.", common=True)
+    title: str = option("Which training examples are behind this?", "Of the page.", common=True)
+    checkpoint_seconds: float = option(30.0, "How often the solver's state is written to disk.", saved=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "accuracy", resolve_accuracy(self.accuracy))
+        self._one_of("solver", "auto", "cg", "lissa")
+        self._one_of("method", "auto", "directional", "gradients")
+        self._one_of("sampling", "auto", "uniform", "curvature")
+        if self.until is not None:
+            Until.parse(self.until)
+        if not self.budget >= 1:
+            raise OptionError(f"budget is {self.budget}; it is a multiple of the first round's cost, at least 1")
+        if self.chains < 2:
+            raise OptionError(
+                f"chains is {self.chains}; error bars need at least 2 independent chains (4 by default)"
+            )
+        if self.refine is not None and not self.refine >= 1:
+            raise OptionError(f"refine is {self.refine}; it multiplies the plan's cost and is at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanOptions(RunOptions):
+    """Options of `whence.clean`."""
+
+    by: str = option(
+        "self-influence",
+        "What ranks the examples: self-influence, loss or gradient-norm. All three are computed and shown.",
+        common=True,
+        saved=False,
+    )
+    rank: int | None = option(
+        None,
+        "Directions of the curvature's approximation: so many copies of the model. 32, or what half of the memory holds.",
+        common=True,
+    )
+    exact_solves: int = option(8, "Examples that are solved for exactly, to set the scale; 0 for none.", common=True)
+    shown: int = option(100, "Examples of each ranking on the page.", common=True, saved=False)
+    title: str = option("Which training examples look like mistakes?", "Of the page.", common=True, saved=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("by", "self-influence", "loss", "gradient-norm")
+        if self.exact_solves == 1 or self.exact_solves < 0:
+            raise OptionError(
+                f"exact_solves is {self.exact_solves}; solve for at least 2 examples, or for none (0)"
+            )
+
+
+def chosen_options(cls: type[O], options: O | None, given: Mapping[str, Any]) -> O:
+    """Options with what was given by keyword; a keyword that is none gets an error that names the nearest."""
+    known = [each.name for each in fields(cls)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise OptionError(f"there is no option {name!r}; {hint}")
+    if options is not None and not isinstance(options, cls):
+        raise OptionError(f"options are a {type(options).__name__}; give a whence.{cls.__name__}")
+    return replace(cls() if options is None else options, **given)
+
+
+def takes(cls: type[MeasureOptions]) -> Callable[[F], F]:
+    """Show the common options of ``cls`` in a function's signature, and explain them in its documentation.
+
+    The function takes them as ``**given``; its docstring says where with a line ``{options}``.
+    """
+
+    def decorate(function: F) -> F:
+        hints = get_type_hints(cls)
+        shown = [
+            inspect.Parameter(
+                each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name]
+            )
+            for each in fields(cls)
+            if each.metadata["common"]
+        ]
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+        explained = "\n".join(
+            textwrap.fill(f"{each.name}: {each.metadata['help']}", 116, subsequent_indent="    ")
+            for each in fields(cls)
+        )
+        function.__doc__ = (function.__doc__ or "").replace(
+            "        {options}", textwrap.indent(explained, "        ")
+        )
+        return function
+
+    return decorate
