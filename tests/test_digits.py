@@ -91,7 +91,7 @@ def test_correlation_with_exact_scores(
     )
     means = []
     for solutions in (solved(kappa), [longer]):
-        assert all(solution.events == () for solution in solutions)
+        assert all(solution.stats.events == () for solution in solutions)
         chains = [chain for solution in solutions for chain in solution.chains]
         means.append(
             float(torch.stack([correlation(chain.gram(train), exact).mean() for chain in chains]).mean())

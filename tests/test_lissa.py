@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -23,8 +24,9 @@ from whence import (
     estimate_spectrum,
 )
 from whence.errors import DivergenceError, WhenceWarning
+from whence.solvers.lissa import LissaState
 from whence.solvers.divergence import Divergence, answer
-from whence.solvers.residual import residual_square
+from whence.solvers.held_out import residual_square
 
 DAMPING = 0.2
 
@@ -89,12 +91,11 @@ def test_the_plan_converges_and_averaging_beats_the_floor_of_the_last_iterate() 
     def errors(steps: int) -> tuple[float, float]:
         """Root mean squares over chains: of the last iterate, and of the tail's average along the same path."""
         plan, system = exact_plan(A).replace(num_steps=steps), Damped(A, DAMPING)
-        solver, squares = Lissa(plan, tail=0.75), torch.zeros(2, dtype=torch.float64)
-        for seed in range(16):
-            chain = solver.start(system, g, seed)
-            assert solver.advance(chain, system, g, plan) is None
-            ends = torch.stack([chain.iterate["x"], chain.average["x"]])
-            squares += (ends - star).square().sum(1) / 16
+        plan, squares = plan.replace(chains=16), torch.zeros(2, dtype=torch.float64)
+        for which, average in enumerate(("last", "tail")):
+            solver = Lissa(plan, average=average, tail=0.75, recover=False)  # type: ignore[arg-type]
+            chains = solver.solve(system, g, generator=torch.Generator().manual_seed(0)).chains
+            squares[which] = sum((chain["x"] - star).square().sum() / 16 for chain in chains)
         last, tail = squares.sqrt().tolist()
         return last, tail
 
@@ -117,7 +118,7 @@ def test_counterexample_diverges_below_the_bound_and_converges_under_the_plan() 
     assert exact_plan(A, C=1.0).batch_size == 8
     solution = Lissa(exact_plan(A)).solve(system, g, generator=torch.Generator().manual_seed(0))
     assert bool(solution.converged)
-    assert solution.events == ()
+    assert solution.stats.events == ()
     with pytest.raises(DivergenceError, match=r"batch \|B\| = 1 is too small") as caught:
         Lissa(exact_plan(A).replace(batch_size=1), recover=False).solve(
             system, g, generator=torch.Generator().manual_seed(0)
@@ -129,9 +130,11 @@ def test_divergence_is_noticed_within_a_few_steps() -> None:
     A, g = counterexample(), right_hand_side(8)
     plan = exact_plan(A).replace(batch_size=1, num_steps=10_000)
     solver = Lissa(plan, recover=False)
-    chain = solver.start(Damped(A, DAMPING), g, seed=0)
-    assert solver.advance(chain, Damped(A, DAMPING), g, plan) is not None
-    assert chain.step <= 40
+    state = solver.begin(Damped(A, DAMPING), g, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(DivergenceError):
+        while not solver.done(state):
+            solver.step(Damped(A, DAMPING), g, state)
+    assert state.products <= 40
 
 
 def test_too_small_a_batch_is_answered_by_a_larger_one_aloud() -> None:
@@ -141,8 +144,8 @@ def test_too_small_a_batch_is_answered_by_a_larger_one_aloud() -> None:
             Damped(A, DAMPING), g, generator=torch.Generator().manual_seed(0)
         )
     assert bool(solution.converged)
-    assert solution.events
-    assert "|B| = " in solution.events[-1]
+    assert solution.stats.events
+    assert "|B| = " in solution.stats.events[-1]
 
 
 def test_a_larger_batch_is_larger_where_examples_are_drawn_whole() -> None:
@@ -221,11 +224,19 @@ def test_the_same_seed_gives_the_same_solution_and_chains_can_be_resumed() -> No
     solver = Lissa(plan)
     runs = [solver.solve(system, g, generator=torch.Generator().manual_seed(9)).value["x"] for _ in range(2)]
     assert torch.equal(*runs)
-    whole, pieces = solver.start(system, g, seed=3), solver.start(system, g, seed=3)
-    solver.advance(whole, system, g, plan)
-    for until in (5, 6, plan.num_steps):
-        solver.advance(pieces, system, g, plan, until=until)
-    assert torch.equal(whole.average["x"], pieces.average["x"])
+    saved = []
+
+    def save(state: LissaState) -> None:
+        if state.products in (5, plan.num_steps, plan.num_steps + 1):
+            saved.append(copy.deepcopy(state))
+
+    whole = solver.solve(system, g, generator=torch.Generator().manual_seed(9), on_step=save)
+    assert len(saved) == 3
+    for state in saved:
+        again = solver.solve(system, g, generator=torch.Generator(), state=state)
+        assert torch.equal(again.value["x"], whole.value["x"])
+        assert torch.equal(again.residual, whole.residual)
+        assert again.num_products == whole.num_products
 
 
 def test_intervals_cover_the_truth() -> None:

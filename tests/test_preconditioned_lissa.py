@@ -25,7 +25,7 @@ from whence import (
 from whence.errors import DivergenceError, OptionError, VectorError, WhenceWarning
 from whence.preconditioners import LowRank, Preconditioned, nystrom
 from whence.runs import FileJournal
-from whence.solvers.error_parts import left_of_default_start, left_of_start
+from whence.solvers.held_out import left_of_default_start, left_of_start
 from whence.solvers.journal import SolveState
 
 N = 10
@@ -94,20 +94,6 @@ def test_mean_after_n_steps_is_the_closed_form(steps: int, average: str, given: 
         torch.eye(N, dtype=torch.float64) - plan.step_size * system_of(A), steps
     ) @ (first - star)
     assert float((solution.value["x"] - plain).norm()) > 5 * float((solution.value["x"] - expected).norm())
-
-
-def test_every_chain_may_have_a_start_of_its_own() -> None:
-    A, P, plan = problem()
-    g, plan = right_hand_side(), plan.replace(num_steps=1, chains=3)
-    starts = [ParamVector({"x": torch.full((N,), float(k), dtype=torch.float64)}) for k in range(3)]
-    solver = Lissa(plan, average="last", preconditioner=P)
-    together = solver.solve(Damped(A, DAMPING), g, generator=generator(), start=starts)
-    seeds = SolveState.begin(plan, generator()).seeds
-    for k, chain in enumerate(together.chains):
-        batch = A.sample(plan.batch_size, generator(seeds[k])).matrix
-        gradient = batch @ starts[k]["x"] + DAMPING * starts[k]["x"] - g["x"]
-        expected = starts[k]["x"] - plan.step_size * dense_inverse(P) @ gradient
-        torch.testing.assert_close(chain["x"], expected, rtol=1e-10, atol=1e-12)
 
 
 def test_several_right_hand_sides_share_every_batch() -> None:
@@ -212,7 +198,7 @@ def test_the_plan_converges_and_a_tenth_of_its_batch_diverges() -> None:
     g, system = ParamVector({"x": torch.ones(8, dtype=torch.float64)}), Damped(A, DAMPING)
     solution = Lissa(plan, preconditioner=P).solve(system, g, generator=generator())
     assert bool(solution.converged)
-    assert solution.events == ()
+    assert solution.stats.events == ()
     star = torch.linalg.solve(system_of(A), g["x"])
     assert float((solution.value["x"] - star).norm()) < 0.3 * float(star.norm())
     small = plan.replace(batch_size=plan.batch_size // 10, num_steps=400)
@@ -221,8 +207,8 @@ def test_the_plan_converges_and_a_tenth_of_its_batch_diverges() -> None:
     with pytest.warns(WhenceWarning, match="too small"):
         mended = Lissa(small, preconditioner=P).solve(system, g, generator=generator())
     assert bool(mended.converged)
-    assert mended.plan is not None
-    assert mended.plan.batch_size >= plan.smallest_stable_batch
+    assert mended.stats.plan is not None
+    assert mended.stats.plan.batch_size >= plan.smallest_stable_batch
     assert float((mended.value["x"] - star).norm()) < 0.3 * float(star.norm())
 
 
@@ -244,8 +230,11 @@ def test_a_start_longer_than_any_solution_is_no_divergence() -> None:
     solution = solver.solve(system, g, generator=generator(), start=far)
     star = torch.linalg.solve(system_of(A), g["x"])
     assert float((solution.value["x"] - star).norm()) < 0.1 * float((far["x"] - star).norm())
-    # without what the chain is measured with, it would have been one at once
-    assert solver.advance(solver.start(system, g, 0, at=far), system, g, plan) is not None
+    # measured with the right-hand side alone, it would have been one at once
+    state = solver.begin(system, g, generator=generator(), start=far)
+    state.radius = g.norm() / DAMPING
+    with pytest.raises(DivergenceError):
+        solver.step(system, g, state)
 
 
 # --- refused ---------------------------------------------------------------------------------------------------
@@ -265,11 +254,10 @@ def test_a_preconditioner_of_another_damping_is_refused() -> None:
         (ParamVector({"x": torch.zeros(N + 1, dtype=torch.float64)}), "shape"),
         (ParamVector({"y": torch.zeros(N, dtype=torch.float64)}), "another model"),
         (ParamVector({"x": torch.full((N,), torch.nan, dtype=torch.float64)}), "NaN"),
-        ([ParamVector({"x": torch.zeros(N, dtype=torch.float64)})] * 3, "3 starts for 4 chains"),
     ],
-    ids=["a block", "another shape", "other names", "not finite", "too few"],
+    ids=["a block", "another shape", "other names", "not finite"],
 )
-def test_a_start_of_another_form_is_refused(start: ParamVector | list[ParamVector], what: str) -> None:
+def test_a_start_of_another_form_is_refused(start: ParamVector, what: str) -> None:
     A, P, plan = problem()
     with pytest.raises(VectorError, match=what):
         Lissa(plan, preconditioner=P).solve(
@@ -280,51 +268,25 @@ def test_a_start_of_another_form_is_refused(start: ParamVector | list[ParamVecto
 # --- resumed ---------------------------------------------------------------------------------------------------
 
 
-class KilledError(Exception):
-    """What a killed process looks like from inside."""
-
-
-class InterruptedJournal(FileJournal):
-    """Is cut off in the n-th call of `record`, after it writes."""
-
-    def __init__(self, directory: Path, plan: Plan, *, at: int) -> None:
-        super().__init__(directory, plan, seconds=0.0)
-        self.calls, self.at = 0, at
-
-    def record(self, state: SolveState, *, now: bool = False) -> None:
-        self.calls += 1
-        super().record(state, now=now)
-        if self.calls == self.at:
-            raise KilledError
-
-
-@pytest.mark.parametrize("given", [False, True], ids=["from P⁻¹g", "each from its own start"])
-def test_an_interrupted_solve_ends_in_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: bool
-) -> None:
-    monkeypatch.setattr("os.fsync", lambda handle: None)
+@pytest.mark.parametrize("given", [False, True], ids=["from P⁻¹g", "from a start"])
+def test_a_solve_that_goes_on_ends_in_the_same_bits(given: bool) -> None:
     A, P, plan = problem()
     plan = plan.replace(num_steps=4, chains=3)
     block = A.zeros(2).randn_like(generator(3))
-    starts = [A.zeros(2).randn_like(generator(k)) for k in range(3)] if given else None
-
-    def solve(journal: FileJournal | None) -> Solution:
-        solver = Lissa(plan, preconditioner=P)
-        return solver.solve(Damped(A, DAMPING), block, generator=generator(7), journal=journal, start=starts)
-
-    whole = solve(None)
-    assert whole.error_parts is not None
-    for at in range(1, 3 * (4 + 1) + 1, 2):
-        place = tmp_path / str(at)
-        with pytest.raises(KilledError):
-            solve(InterruptedJournal(place, plan, at=at))
-        resumed = solve(FileJournal(place, plan, seconds=0.0))
-        assert torch.equal(resumed.value["x"], whole.value["x"])
-        assert all(torch.equal(a["x"], b["x"]) for a, b in zip(resumed.chains, whole.chains, strict=True))
-        assert torch.equal(resumed.residual, whole.residual)
-        assert resumed.error_parts is not None
-        assert torch.equal(resumed.error_parts.sampling, whole.error_parts.sampling)
-        assert torch.equal(resumed.error_parts.bias, whole.error_parts.bias)
+    start = A.zeros(2).randn_like(generator(1)) if given else None
+    solver, system = Lissa(plan, preconditioner=P), Damped(A, DAMPING)
+    saved: list[LissaState] = []
+    whole = solver.solve(
+        system, block, generator=generator(7), start=start, on_step=lambda s: saved.append(copy.deepcopy(s))
+    )
+    assert len(saved) == 12
+    for state in saved[::3]:
+        again = solver.solve(system, block, generator=generator(), state=state)
+        assert torch.equal(again.value["x"], whole.value["x"])
+        assert all(torch.equal(a["x"], b["x"]) for a, b in zip(again.chains, whole.chains, strict=True))
+        assert torch.equal(again.residual, whole.residual)
+        assert torch.equal(again.stats.error_parts.sampling, whole.stats.error_parts.sampling)
+        assert torch.equal(again.stats.error_parts.bias, whole.stats.error_parts.bias)
 
 
 # --- parts of the error ----------------------------------------------------------------------------------------
@@ -392,7 +354,7 @@ def test_lissa_tells_bias_from_sampling() -> None:
     star, ratios = torch.linalg.solve(system_of(A), g["x"]), []
     for seed in range(8):
         solution = Lissa(plan.replace(chains=8), preconditioner=P).solve(system, g, generator=generator(seed))
-        parts, value = solution.error_parts, solution.value["x"]
+        parts, value = solution.stats.error_parts, solution.value["x"]
         assert parts is not None
         spread = sum(energy(H, c["x"] - value) ** 2 for c in solution.chains) / (8 * 7)
         ratios.append(float(parts.sampling) * energy(H, value) / math.sqrt(spread))  # of 4|B| terms and all
@@ -404,31 +366,26 @@ def test_lissa_tells_bias_from_sampling() -> None:
     assert found.stderr < 0.1
     # four times the steps: less of both
     longer = Lissa(plan.replace(chains=8, num_steps=4 * plan.num_steps), preconditioner=P)
-    less = longer.solve(system, g, generator=generator(7)).error_parts
+    less = longer.solve(system, g, generator=generator(7)).stats.error_parts
     assert parts is not None
     assert less is not None
     assert float(less.bias) < 0.2 * float(parts.bias)
     assert float(less.sampling) < 0.7 * float(parts.sampling)
     alone = Lissa(plan.replace(chains=1), preconditioner=P).solve(system, g, generator=generator(1))
-    assert alone.error_parts is not None
-    assert math.isnan(float(alone.error_parts.sampling))
+    assert alone.stats.error_parts is not None
+    assert math.isnan(float(alone.stats.error_parts.sampling))
 
 
 def test_conjugate_gradients_prove_theirs() -> None:
     A, block = finite_sum(), finite_sum().zeros(2).randn_like(generator(3))
     solution = ConjugateGradient(tolerance=0.3).solve(Damped(A, DAMPING), block, generator=generator())
-    parts = solution.error_parts
+    parts = solution.stats.error_parts
     assert parts is not None
     assert solution.certificate is not None
-    assert solution.score_rms is not None
-    assert torch.equal(parts.certificate, solution.certificate.upper / solution.score_rms)
+    assert solution.stats.score_rms is not None
+    assert torch.equal(parts.certificate, solution.certificate.upper / solution.stats.score_rms)
     star = torch.linalg.solve(system_of(A), block["x"].T).T
     for k in range(2):
         error = energy(A.mean.matrix, solution.value["x"][k] - star[k])
-        assert error <= float(parts.certificate[k]) * float(solution.score_rms[k])
+        assert error <= float(parts.certificate[k]) * float(solution.stats.score_rms[k])
     assert parts.bias.tolist() == parts.sampling.tolist() == [0.0, 0.0]
-    of_some = ConjugateGradient(subset=20).solve(Damped(A, DAMPING), block.column(0), generator=generator())
-    assert of_some.error_parts is not None
-    assert math.isnan(float(of_some.error_parts.bias))
-    assert math.isnan(float(of_some.error_parts.sampling))
-    assert float(of_some.error_parts.certificate) <= 0.1

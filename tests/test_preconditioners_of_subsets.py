@@ -347,10 +347,10 @@ def test_bounds_of_the_error_contain_it_at_every_iteration(queries: int, shrunk:
             tolerance=1e-3, preconditioner=preconditioner, largest=300.1 * problem.damping, verify=False
         )
         solution = solver.solve(
-            Damped(problem.gnh, problem.damping), rhs, generator=generator(), on_iteration=watch
+            Damped(problem.gnh, problem.damping), rhs, generator=generator(), on_step=watch
         )
         assert bool(solution.converged.all())
-        return bounds, errors, solution.events
+        return bounds, errors, solution.stats.events
 
     bounds, errors, events = path(P)
     assert events == ()  # no iteration contradicts what is proven

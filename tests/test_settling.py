@@ -21,10 +21,10 @@ from whence import ConjugateGradient, Damped, Dense, GaussNewton, LanguageModeli
 from whence.errors import OptionError
 from whence.preconditioners import nystrom
 from whence.report.formatting import percentage
-from whence.runs.cg_journal import CGJournal
+from whence.runs import Run
 from whence.scoring import Scorer
 from whence.solvers import CGState, ErrorParts
-from whence.solvers.choice import relative_error, tolerance_for
+from whence.solvers.auto import relative_error, tolerance_for
 from whence.solvers.settling import Settling
 from zoo import CASES, Case
 
@@ -87,7 +87,7 @@ def watched(problem: Images, *, columns: list[int] | None = None, **options: obj
     start = options.pop("start", None)
     solver = ConjugateGradient(tolerance=1e-4, score_error=1e-9, verify=False, **options)  # type: ignore[arg-type]
     solver.solve(
-        Damped(problem.gnh, problem.damping), rhs, generator=generator(), on_iteration=keep, start=start
+        Damped(problem.gnh, problem.damping), rhs, generator=generator(), on_step=keep, start=start
     )  # type: ignore[call-arg]
     return seen
 
@@ -214,14 +214,14 @@ def test_passages_settle_before_their_tokens() -> None:
     assert float(correlation(found, exact).mean()) >= 0.99
     # the certificate still holds, and says how far it is from what was not asked for
     assert settled.certificate is not None
-    assert settled.score_rms is not None
-    assert bool((settled.certificate.upper > tolerance_for(0.99) * settled.score_rms).any())
-    assert settled.error_parts is not None
-    assert settled.error_parts.expected is not None
-    assert float(settled.error_parts.expected.square().mean().sqrt()) <= relative_error(0.99)
-    assert ErrorParts.from_json(settled.error_parts.to_json()).expected is not None
-    assert proven.error_parts is not None
-    assert proven.error_parts.expected is None
+    assert settled.stats.score_rms is not None
+    assert bool((settled.certificate.upper > tolerance_for(0.99) * settled.stats.score_rms).any())
+    assert settled.stats.error_parts is not None
+    assert settled.stats.error_parts.expected is not None
+    assert float(settled.stats.error_parts.expected.square().mean().sqrt()) <= relative_error(0.99)
+    assert ErrorParts.from_json(settled.stats.error_parts.to_json()).expected is not None
+    assert proven.stats.error_parts is not None
+    assert proven.stats.error_parts.expected is None
     hessian = text.problem().hessian + damping * torch.eye(len(text.problem().hessian), dtype=DOUBLE)
     e = _flat(settled.value) - torch.linalg.solve(hessian, text.problem().query_gradients.T).T
     assert bool((torch.einsum("qi,ij,qj->q", e, hessian, e).sqrt() <= settled.certificate.upper).all())
@@ -234,17 +234,11 @@ def _flat(block: ParamVector) -> Tensor:
 # --- where there is nothing to watch, and going on ------------------------------------------------------------
 
 
-def test_without_examples_and_on_subsets_only_the_proof_counts() -> None:
+def test_without_examples_only_the_proof_counts() -> None:
     A = Damped(Dense(torch.diag(torch.tensor([1.0, 0.1, 0.0]))), 0.1)
     solver = ConjugateGradient(tolerance=1e-3, score_error=10.0)
     solution = solver.solve(A, ParamVector({"x": torch.ones(3)}), generator=generator())
     assert solution.num_products == 4
-    gnh = operator()
-    rhs = gnh.gradients([gnh.terms.data[0]])
-    states: list[CGState] = []
-    subset = replace(solver, subset=10, max_iterations=2)
-    subset.solve(Damped(gnh, 0.1), rhs, generator=generator(), on_iteration=lambda s: states.append(s))
-    assert [state.settling for state in states] == [None, None]
 
 
 def test_of_a_few_examples_only_the_proof_counts() -> None:
@@ -253,9 +247,9 @@ def test_of_a_few_examples_only_the_proof_counts() -> None:
     rhs = gnh.gradients([gnh.terms.data[0]])
     for start in (None, rhs):
         solution = solver.solve(Damped(gnh, 0.1), rhs, generator=generator(), start=start)
-        assert solution.score_rms is not None
+        assert solution.stats.score_rms is not None
         assert solution.certificate is not None
-        assert bool((solution.certificate.upper <= 1e-6 * solution.score_rms).all())
+        assert bool((solution.certificate.upper <= 1e-6 * solution.stats.score_rms).all())
 
 
 def test_a_question_without_a_gradient_is_settled() -> None:
@@ -288,11 +282,13 @@ def test_an_interrupted_solve_knows_its_scores(tmp_path: Path) -> None:
     solver = ConjugateGradient(tolerance=1e-9, score_error=0.1, verify=False)
     whole = solver.solve(damped, problem.queries, generator=generator())
     for stop in (1, 3):
-        journal = CGJournal(tmp_path / str(stop), seconds=0.0)
-        state = solver.begin(damped, problem.queries)
-        solver.advance(damped, problem.queries, state, until=stop)
-        journal.record(state, now=True)
-        again = solver.solve(damped, problem.queries, generator=generator(), state=journal.restore())
+        state = solver.begin(damped, problem.queries, generator=generator())
+        for _ in range(stop):
+            solver.step(damped, problem.queries, state)
+        with Run(tmp_path / str(stop), {}, identity={}) as run:
+            run.journal("solve", CGState, seconds=0.0).record(state, now=True)
+            kept = run.journal("solve", CGState, seconds=0.0).restore()
+        again = solver.solve(damped, problem.queries, generator=generator(), state=kept)
         assert again.num_products == whole.num_products
         assert all(torch.equal(again.value[name], whole.value[name]) for name in whole.value)
 
@@ -301,10 +297,12 @@ def test_a_solve_that_was_not_watched_goes_on_by_its_proof() -> None:
     problem = images(10.0)
     damped = Damped(problem.gnh, problem.damping)
     solver = ConjugateGradient(tolerance=1e-3, verify=False)
-    state = solver.begin(damped, problem.queries)
-    solver.advance(damped, problem.queries, state, until=2)
+    state = solver.begin(damped, problem.queries, generator=generator())
+    for _ in range(2):
+        solver.step(damped, problem.queries, state)
     solver = replace(solver, score_error=1.0)
-    solver.advance(damped, problem.queries, state)
+    while not solver.done(state):
+        solver.step(damped, problem.queries, state)
     assert state.settling is None
     assert bool((state.upper <= 1e-3 * state.score_rms).all())
 

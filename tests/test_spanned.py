@@ -47,7 +47,7 @@ def test_they_hold_at_every_iteration(spectrum: str, q: int, dtype: torch.dtype)
                 assert bool((error <= state.upper * (1 + 1e-6)).all())
                 seen.append(state.iteration)  # noqa: B023
 
-            solution = solver.solve(problem.system, problem.g, generator=generator(), on_iteration=check)
+            solution = solver.solve(problem.system, problem.g, generator=generator(), on_step=check)
             assert bool((problem.error(solution.value) <= solution.certificate.upper * (1 + 1e-6)).all())
             assert len(seen) >= 2
 
@@ -60,7 +60,7 @@ def uppers(problem: Problem, **options: object) -> tuple[Tensor, Tensor]:
         found.append((state.upper, problem.error(state.iterate)))
 
     solver = ConjugateGradient(tolerance=1e-3, verify=False, **options)
-    solver.solve(problem.system, problem.g, generator=generator(), on_iteration=watch)
+    solver.solve(problem.system, problem.g, generator=generator(), on_step=watch)
     upper, error = (torch.stack(numbers[2:]) for numbers in zip(*found, strict=True))
     return upper, error
 
@@ -92,7 +92,7 @@ def test_without_a_preconditioner_nothing_is_kept() -> None:
     problem = Problem(SPECTRA["geometric"], q=2, damping=0.01)
     seen: list[CGState] = []
     solver = ConjugateGradient(keep_basis=True)
-    solver.solve(problem.system, problem.g, generator=generator(), on_iteration=seen.append)
+    solver.solve(problem.system, problem.g, generator=generator(), on_step=seen.append)
     assert seen[-1].spanned is None
 
 
@@ -108,7 +108,7 @@ def test_an_interrupted_solve_ends_in_the_same_bits(tmp_path: Path) -> None:
             journal.record(state, now=True)  # noqa: B023
             return state.iteration == stop  # noqa: B023
 
-        solver.solve(problem.system, problem.g, generator=generator(), on_iteration=interrupt)
+        solver.solve(problem.system, problem.g, generator=generator(), on_step=interrupt)
         state = journal.restore()
         assert state is not None
         assert state.iteration == stop

@@ -16,12 +16,14 @@ The steps it is made of, each usable alone::
 
 from whence import errors
 from whence.attribution import Attribution, attribute, load
+from whence.cleaning import Cleaning, clean
 from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
 from whence.model.memory import keep_freed_memory
+from whence.options import CleanOptions, Options
 from whence.operators import Damped, Dense, FiniteSum, LinearOperator
 from whence.scoring.similarity import gradient_similarity, influence_similarity
-from whence.solvers import Certificate, ConjugateGradient, Lissa, Solution, Solver
+from whence.solvers import Certificate, ConjugateGradient, Lissa, Solution, Solver, Statistics
 from whence.solvers.plan import Plan
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum, lanczos, sketch
 from whence.tasks import Classification, ConvexLoss, LanguageModeling, Regression, Task
@@ -32,6 +34,8 @@ __all__ = [
     "Attribution",
     "Certificate",
     "Classification",
+    "CleanOptions",
+    "Cleaning",
     "ConjugateGradient",
     "ConvexLoss",
     "Damped",
@@ -43,14 +47,17 @@ __all__ = [
     "LanguageModeling",
     "LinearOperator",
     "Lissa",
+    "Options",
     "ParamVector",
     "Plan",
     "Regression",
     "Solution",
     "Solver",
     "Spectrum",
+    "Statistics",
     "Task",
     "attribute",
+    "clean",
     "errors",
     "estimate_spectrum",
     "gradient_similarity",

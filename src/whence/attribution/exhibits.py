@@ -11,11 +11,23 @@ from torch import Tensor
 
 from whence.exhibit import Exhibit
 
-__all__ = ["Describe", "exhibit_of", "png"]
+__all__ = ["Describe", "describer", "exhibit_of", "png"]
 
 #: From an example and its position to what a reader is shown of it.
 Describe = Callable[[Any, int], Exhibit]
 _SMALLEST_PICTURE = 4
+
+
+def describer(
+    data: Any, describe: Describe | None, tokenizer: Any, class_names: Sequence[str] | None
+) -> Callable[[int], Exhibit]:
+    """How to show an example of the data: as asked, else by the data's own ``exhibit(index)``, else by a guess."""
+    if describe is not None:
+        return lambda index: describe(data[index], index)
+    own = getattr(data, "exhibit", None)
+    if callable(own):
+        return lambda index: own(index)
+    return lambda index: exhibit_of(data[index], index, tokenizer=tokenizer, class_names=class_names)
 
 
 def exhibit_of(

@@ -138,7 +138,8 @@ def attribute(
         with clock.phase("spectrum"):
             measured = measure(run, job)
             plan = make_plan(run, job, measured)
-        solved, scores = None, None
+        solved: Solved | None = None
+        scores: Scores | None = None
         for number in count(1):
             with clock.phase("solve"):
                 solved = solve(run, job, plan, asked, number, solved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from whence.attribution.ranking import Ranking, Row, import_pandas, rank_examples
 from whence.attribution.scored import Scored
-from whence.errors import OptionError
+from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.report.checks import Validation
-from whence.runs import Run, open_finished, read
+from whence.runs import Run, holds, read
 from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers import Statistics
 from whence.solvers.plan import Plan
 
-__all__ = ["Attribution", "Solve"]
+__all__ = ["Attribution", "Solve", "load"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Attribution:
     settings: Mapping[str, str | float | None]
     versions: Mapping[str, str]
     seconds: Mapping[str, float] = field(default_factory=dict)
-    validation: Validation | None = None
+    validation: Validation | None = field(default=None, metadata={"saved": False})
     norms: Tensor | None = None
 
     def __repr__(self) -> str:
@@ -290,10 +290,12 @@ class Attribution:
         return Path(path)
 
     def save(self, directory: str | Path) -> Path:
-        """Write the scores (Parquet) and everything else a page needs; `whence.load` reads it back."""
-        from whence.attribution.saving import save
-
-        save(self, Path(directory))
+        """Write the result into a directory of its own; `whence.load` reads it back."""
+        with Run(directory, dict(self.settings), identity={}) as run:
+            run.keep("result", Attribution, lambda: self)
+            if self.validation is not None:
+                validation = self.validation
+                run.keep("validation", Validation, lambda: validation)
         return Path(directory)
 
     # --- helpers -----------------------------------------------------------------------------------------
@@ -316,3 +318,24 @@ def _correlation(a: Tensor, b: Tensor) -> Tensor:
     a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
     result: Tensor = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)).clamp_min(1e-300)
     return result
+
+
+def load(directory: str | Path) -> Attribution:
+    """Read a saved attribution, or a finished run directory.
+
+    Raises:
+        RunDirectoryError: where there is none, or its run is not finished.
+    """
+    path = Path(directory)
+    if not holds(path, "result"):
+        if holds(path, "cleaning"):
+            raise RunDirectoryError(
+                f"{path} holds a run of whence clean, which has no scores to load; `whence report {path}` writes its page"
+            )
+        raise RunDirectoryError(
+            f"the run in {path} is not finished; run the same command again to go on with it"
+        )
+    result = read(path, "result", Attribution)
+    if not holds(path, "validation"):
+        return result
+    return replace(result, validation=read(path, "validation", Validation))

@@ -7,23 +7,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from whence.attribution.ranking import import_pandas
-from whence.errors import OptionError
+from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.report.clean import MEASURES, CleanReport, Grounds, Suspect, render
+from whence.runs import holds, read
 from whence.runs.files import replace_file
 from whence.scoring.self_influence import SelfInfluence
 from whence.spectrum import Estimate
 
-__all__ = ["By", "Cleaning", "Harm", "check_measure", "safe_cell"]
+__all__ = ["Cleaning", "Harm", "load_cleaning", "safe_cell"]
 
-#: What examples are ranked by.
-By = Literal["self-influence", "loss", "gradient-norm"]
 _COLUMNS = (
     "index",
     "id",
@@ -38,12 +37,6 @@ _COLUMNS = (
     "rank",
 )
 _HARM_COLUMNS = ("score", "score_low", "score_high")
-
-
-def check_measure(by: str) -> None:
-    """Refuse a measure that there is not."""
-    if by not in MEASURES:
-        raise OptionError(f"by is {by!r}; examples can be ranked by {', '.join(MEASURES)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +76,7 @@ class Cleaning:
     """
 
     found: SelfInfluence
-    by: By
+    by: str
     ids: tuple[str, ...]
     labels: tuple[str, ...] | None
     predictions: tuple[str, ...] | None
@@ -93,7 +86,7 @@ class Cleaning:
     harm: Harm | None
     term: str
     title: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, str | float | None]
     versions: Mapping[str, str]
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -121,7 +114,6 @@ class Cleaning:
 
     def suspicion(self, by: str | None = None) -> Tensor:
         """What ranks the examples, ``[n]``: the larger, the more suspicious."""
-        check_measure(by or self.by)
         measures = {
             "self-influence": self.found.values,
             "loss": self.found.losses,
@@ -271,7 +263,7 @@ class Cleaning:
             confidence=bounds.confidence,
             scale=None if scale is None else (scale.value, scale.stderr),
             spread=0.0 if scale is None else scale.spread,
-            probes=0 if scale is None else scale.probes,
+            probes=0 if scale is None else scale.solves,
             operator_terms=bounds.operator_terms,
             num_terms=found.num_terms,
             term=self.term,
@@ -307,3 +299,15 @@ def _file(path: str | Path, example: str) -> Path:
 
 def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
+
+
+def load_cleaning(directory: str | Path) -> Cleaning:
+    """Read a finished run of `clean`.
+
+    Raises:
+        RunDirectoryError: where there is none, or it is not finished.
+    """
+    path = Path(directory)
+    if not holds(path, "cleaning"):
+        raise RunDirectoryError(f"{path} holds no finished run of whence clean; run the same command again to go on")
+    return read(path, "cleaning", Cleaning)

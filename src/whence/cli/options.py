@@ -53,7 +53,9 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(cls: type[Any], each: Field[Any]) -> inspect.Parameter:
-    kind, help = get_type_hints(cls)[each.name], each.metadata["help"]
+    kind: Any = get_type_hints(cls)[each.name]
+    help: str = each.metadata["help"]
+    annotation: Any
     default = each.default if each.default_factory is MISSING else each.default_factory()
     if default is MISSING:
         annotation = Annotated[kind, typer.Argument(metavar=each.name.upper(), help=help)]
@@ -63,7 +65,7 @@ def _parameter(cls: type[Any], each: Field[Any]) -> inspect.Parameter:
     flags = [f"--{each.name.replace('_', '-')}"]
     if kind is bool and default:
         flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
-    annotation = Annotated[kind, typer.Option(*flags, help=help)]  # type: ignore[valid-type]
+    annotation = Annotated[kind, typer.Option(*flags, help=help)]
     return inspect.Parameter(
         each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )

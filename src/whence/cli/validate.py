@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from whence.attribution import load
-from whence.cli.job import Job, JobOptions
+from whence.cli.inputs import Command, Inputs
 from whence.cli.options import AsJson, guarded
 from whence.cli.outcome import NOT_CONVERGED, out, print_json
 from whence.errors import OptionError, RunDirectoryError
 from whence.report.checks import LIMITS, NAMES, Validation
-from whence.runs.files import read_json
+from whence.runs import holds, read
 
 __all__ = ["parse_duration", "validate_command"]
 

@@ -178,15 +178,7 @@ class Lissa(Solver[LissaState]):
             state.chain = self._chain(A, rhs, state)
             state.paths.append([])
         chain, plan = state.chain, state.plan
-        A_t = A.sample(plan.batch_size, chain.generator)
-        if self.preconditioner is None:
-            # u ← u - η[(H̃_t + λ)u - g], added in place, parameter by parameter
-            A_t.add_matvec_(chain.iterate, chain.iterate, -plan.step_size)
-            chain.iterate.axpy_(plan.step_size, rhs)
-        else:
-            residual = A_t.matvec(chain.iterate).axpy_(-1.0, rhs)
-            chain.iterate.axpy_(-plan.step_size, self.preconditioner.solve(residual))
-        chain.step += 1
+        A_t = self.update(chain, A, rhs, plan)
         state.products += 1
         state.terms += plan.batch_size
         if left_the_ball(chain.iterate, state.radius):
@@ -200,6 +192,18 @@ class Lissa(Solver[LissaState]):
         if chain.step >= plan.num_steps:
             state.finished.append(chain.average)
             state.chain = None  # its iterate is a copy of the model, and not needed any more
+
+    def update(self, chain: Chain, A: Damped, rhs: ParamVector, plan: Plan) -> Damped:
+        """``u ← u - η[(H̃_t + λ)u - g]``, and no judgement of it. Returns the batch's system ``H̃_t + λ``."""
+        A_t = A.sample(plan.batch_size, chain.generator)
+        if self.preconditioner is None:  # added in place, parameter by parameter
+            A_t.add_matvec_(chain.iterate, chain.iterate, -plan.step_size)
+            chain.iterate.axpy_(plan.step_size, rhs)
+        else:
+            residual = A_t.matvec(chain.iterate).axpy_(-1.0, rhs)
+            chain.iterate.axpy_(-plan.step_size, self.preconditioner.solve(residual))
+        chain.step += 1
+        return A_t
 
     def done(self, state: LissaState) -> bool:
         """Whether all chains have come to their ends."""
