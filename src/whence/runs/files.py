@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -32,10 +33,13 @@ __all__ = [
     "parse_json",
     "read_json",
     "read_object",
+    "read_table",
     "read_tensors",
     "read_tree",
     "replace_file",
+    "write_bytes",
     "write_json",
+    "write_table",
     "write_tensors",
     "write_tree",
 ]
@@ -75,6 +79,15 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
                 temporary.unlink(missing_ok=True)
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whose content is at hand."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(content)
+
+    replace_file(path, write)
+
+
 def checksum(path: Path) -> str:
     """BLAKE2b of a file's bytes."""
     digest = hashlib.blake2b(digest_size=32)
@@ -94,7 +107,7 @@ def write_tree(place: Path, tree: Any, tensors: Mapping[str, Tensor]) -> Path:
     readable = inlined(tree, tensors) if few else None
     path = place.with_name(place.name + (".safetensors" if readable is None else ".json"))
     if readable is not None:
-        replace_file(path, lambda temporary: _write_bytes(temporary, json_bytes(readable)))
+        write_bytes(path, json_bytes(readable))
     else:
         stored = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
         owners = {tensor.untyped_storage().data_ptr(): key for key, tensor in stored.items()}
@@ -120,7 +133,49 @@ def read_tree(path: Path) -> tuple[Any, dict[str, Tensor]]:
             return tree, {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     except Exception as error:  # whatever is in it
         raise RunDirectoryError(
-            f"{path} cannot be read ({error!r:.300}): it was damaged or changed. {REMEDY}"
+            f"{path} cannot be read ({error!s:.300}): it was damaged or changed. {REMEDY}"
+        ) from error
+
+
+def write_table(path: Path, columns: Mapping[str, Any]) -> None:
+    """Write equally long numpy columns of whole numbers or float64 as Parquet, so that its size tells its length."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name, column in columns.items():
+        if column.ndim != 1 or (column.dtype.kind not in "iu" and column.dtype != "float64"):
+            raise TypeError(
+                f"{name!r} is of {column.dtype} and shape {column.shape}; whole numbers or float64 in a row"
+            )
+    table = pa.table(dict(columns))
+    replace_file(
+        path, lambda temporary: pq.write_table(table, temporary, compression="none", use_dictionary=False)
+    )
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read what `write_table` wrote.
+
+    Raises:
+        RunDirectoryError: it cannot be read; names the file.
+    """
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            types = {field.name: field.type.to_pandas_dtype() for field in file.schema_arrow}
+            width = sum(np.dtype(kind).itemsize for kind in types.values())
+            if file.metadata.num_rows * width > path.stat().st_size:
+                raise ValueError(f"{file.metadata.num_rows} rows are more than it has bytes for")
+            table = file.read()
+        if any(np.dtype(kind).kind not in "iuf" for kind in types.values()) or any(
+            c.null_count for c in table.columns
+        ):
+            raise ValueError("a column is not of numbers")
+        return {name: table[name].to_numpy().copy() for name in types}
+    except Exception as error:  # whatever is in it
+        raise RunDirectoryError(
+            f"{path} cannot be read ({error!s:.300}): it was damaged or changed. {REMEDY}"
         ) from error
 
 
@@ -206,10 +261,6 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[s
             "Delete the directory and run again"
         ) from error
     return tensors, metadata
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
 
 
 def _write_text(path: Path, text: str) -> None:
