@@ -8,32 +8,48 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from whence.errors import RunDirectoryError, StorageError
+from whence.runs.codec import inlined
 
 __all__ = [
+    "REMEDY",
     "TEMPORARY",
+    "checksum",
+    "json_bytes",
+    "parse_json",
     "read_json",
     "read_object",
+    "read_table",
     "read_tensors",
+    "read_tree",
     "replace_file",
+    "write_bytes",
     "write_json",
+    "write_table",
     "write_tensors",
+    "write_tree",
 ]
 
 #: How temporary files begin; what a killed process left is cleaned up by its prefix.
 TEMPORARY = ".unfinished-"
+#: What to do about a file that was damaged.
+REMEDY = "Put back a copy of it, or delete the directory and run again"
+#: Up to so many numbers are written as JSON.
+_FEW = 4096
 _ORDER = "order of the tensors"
 
 
@@ -61,6 +77,138 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         if temporary is not None:  # it is in its place by now, or not needed any more
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whose content is at hand."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(content)
+
+    replace_file(path, write)
+
+
+def checksum(path: Path) -> str:
+    """BLAKE2b of a file's bytes."""
+    digest = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_tree(place: Path, tree: Any, tensors: Mapping[str, Tensor]) -> Path:
+    """Write what `whence.runs.codec.encode` returned, and return the file.
+
+    That is ``place.json``, with the tensors' numbers, where they are few and no vectors are among them; else
+    ``place.safetensors``, with the tree as its metadata.
+    """
+    few = sum(tensor.numel() for tensor in tensors.values()) <= _FEW
+    readable = inlined(tree, tensors) if few else None
+    path = place.with_name(place.name + (".safetensors" if readable is None else ".json"))
+    if readable is not None:
+        write_bytes(path, json_bytes(readable))
+    else:
+        stored = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+        owners = {tensor.untyped_storage().data_ptr(): key for key, tensor in stored.items()}
+        for key, tensor in stored.items():  # views of one memory have to be parted
+            stored[key] = tensor if owners[tensor.untyped_storage().data_ptr()] == key else tensor.clone()
+        notes = {"tree": json.dumps(tree, allow_nan=False)}
+        replace_file(path, lambda temporary: save_file(stored, temporary, metadata=notes))
+    return path
+
+
+def read_tree(path: Path) -> tuple[Any, dict[str, Tensor]]:
+    """Read what `write_tree` wrote, the tensors in fresh memory.
+
+    Raises:
+        RunDirectoryError: it cannot be read; names the file.
+    """
+    try:
+        if path.suffix == ".json":
+            return parse_json(path.read_bytes()), {}
+        with safe_open(path, framework="pt") as file:  # compares all sizes with the file's own
+            tree = parse_json((file.metadata() or {})["tree"].encode())
+            # Copies, in memory aligned as torch's own is: the last bits of an inner product depend on it.
+            return tree, {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    except Exception as error:  # whatever is in it
+        raise RunDirectoryError(
+            f"{path} cannot be read ({error!s:.300}): it was damaged or changed. {REMEDY}"
+        ) from error
+
+
+def write_table(path: Path, columns: Mapping[str, Any]) -> None:
+    """Write equally long numpy columns of whole numbers or float64 as Parquet, so that its size tells its length."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name, column in columns.items():
+        if column.ndim != 1 or (column.dtype.kind not in "iu" and column.dtype != "float64"):
+            raise TypeError(
+                f"{name!r} is of {column.dtype} and shape {column.shape}; whole numbers or float64 in a row"
+            )
+    table = pa.table(dict(columns))
+    replace_file(
+        path, lambda temporary: pq.write_table(table, temporary, compression="none", use_dictionary=False)
+    )
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read what `write_table` wrote.
+
+    Raises:
+        RunDirectoryError: it cannot be read; names the file.
+    """
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            types = {field.name: field.type.to_pandas_dtype() for field in file.schema_arrow}
+            width = sum(np.dtype(kind).itemsize for kind in types.values())
+            if file.metadata.num_rows * width > path.stat().st_size:
+                raise ValueError(f"{file.metadata.num_rows} rows are more than it has bytes for")
+            table = file.read()
+        if any(np.dtype(kind).kind not in "iuf" for kind in types.values()) or any(
+            c.null_count for c in table.columns
+        ):
+            raise ValueError("a column is not of numbers")
+        return {name: table[name].to_numpy().copy() for name in types}
+    except Exception as error:  # whatever is in it
+        raise RunDirectoryError(
+            f"{path} cannot be read ({error!s:.300}): it was damaged or changed. {REMEDY}"
+        ) from error
+
+
+def json_bytes(tree: Any) -> bytes:
+    """JSON for people to read: a line for each entry of an object."""
+
+    def lines(node: Any, indent: str) -> Iterator[str]:
+        if not isinstance(node, dict) or not node:
+            yield json.dumps(node, ensure_ascii=False, allow_nan=False)
+            return
+        for number, (key, value) in enumerate(node.items()):
+            yield f"{',' if number else '{'}\n{indent}  {json.dumps(key, ensure_ascii=False)}: "
+            yield from lines(value, indent + "  ")
+        yield f"\n{indent}}}"
+
+    return ("".join(lines(tree, "")) + "\n").encode("utf-8", "backslashreplace")  # as JSON escapes them
+
+
+def parse_json(content: bytes) -> Any:
+    """Standard JSON, each key once; else ValueError."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("a key stands there twice")
+        return found
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not standard")
+
+    try:
+        return json.loads(content, object_pairs_hook=once, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def write_json(path: Path, value: Any) -> None:

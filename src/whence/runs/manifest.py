@@ -1,0 +1,272 @@
+"""`Manifest`: what a run directory holds, each file with its length and checksum.
+
+::
+
+    manifest.json               format, configuration, identity and environment of the run; every artifact's file,
+                                length and BLAKE2b; what operators remembered; a BLAKE2b of all that
+    spectrum.json               an artifact: .json, .safetensors (`whence.runs.codec`) or .parquet
+    solve.000007.safetensors    one that is replaced: with another number each time
+
+A change writes the new files, replaces the manifest, deletes the old files. A process killed at any moment leaves the
+old version or the new one. Nothing is read whose length and checksum are not the manifest's, nothing through a link,
+and nothing outside the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from whence.errors import RunDirectoryError
+from whence.runs import files
+from whence.runs.codec import decode, encode
+
+__all__ = ["FORMAT", "Manifest", "version_of"]
+
+T = TypeVar("T")
+
+#: Raised when files change their meaning; directories of another format are refused.
+FORMAT = 4
+_NAME = re.compile(r"(?!(?:manifest|lock)$)[a-z0-9_-]+(/[a-z0-9_-]+)*(\.\d{6})?", re.ASCII)
+_NUMBERED = re.compile(r".*\.(\d{6})\.(?:json|safetensors)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class _Artifact:
+    file: str
+    bytes: int
+    blake2b: str
+
+
+@dataclass
+class _Content:
+    identity: dict[str, str]
+    environment: dict[str, str]
+    artifacts: dict[str, _Artifact]
+    operators: dict[str, dict[str, float | None]]
+
+
+class Manifest:
+    """A run directory's manifest.
+
+    Args:
+        path: the directory.
+        config: what was asked, as a JSON tree.
+        identity: name -> fingerprint of what it was asked about.
+        environment: versions and machine.
+    """
+
+    def __init__(
+        self, path: Path, config: Any, identity: Mapping[str, str], environment: Mapping[str, str]
+    ) -> None:
+        self.path, self.config = path, config
+        self._content = _Content(dict(identity), dict(environment), {}, {})
+        self._number = 0
+
+    @classmethod
+    def open(cls, path: Path) -> Manifest:
+        """Read a run directory's manifest.
+
+        Raises:
+            RunDirectoryError: there is none, it was damaged, or is of another format.
+        """
+        if not cls.is_in(path):
+            raise RunDirectoryError(f"{path} holds no run; give the directory of one")
+        file = _regular(path, "manifest.json")
+        tree, _ = files.read_tree(file)
+        try:
+            told, form = tree.pop("blake2b"), tree["format"]
+            if told != _digest(tree):
+                raise ValueError("its checksum is another")
+            if form != FORMAT:
+                _refuse_format(path, form, file.name)
+            found = cls(path, tree.pop("config"), {}, {})
+            del tree["format"]
+            found._content = decode(_Content, tree, {})
+        except RunDirectoryError:
+            raise
+        except Exception as error:
+            raise RunDirectoryError(f"{file} was damaged or changed ({error}). {files.REMEDY}") from error
+        numbers = (_NUMBERED.fullmatch(artifact.file) for artifact in found._content.artifacts.values())
+        found._number = max((int(number[1]) for number in numbers if number), default=0)
+        return found
+
+    @staticmethod
+    def is_in(path: Path) -> bool:
+        """Whether a directory has a manifest.
+
+        Raises:
+            RunDirectoryError: it has none, and holds a run of a format that had none.
+        """
+        if not os.path.lexists(path / "manifest.json"):
+            try:
+                form = json.loads((path / "config.json").read_bytes())["format"]
+            except Exception:  # something else
+                return False
+            _refuse_format(path, form, "environment.json")
+        return True
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Name -> fingerprint."""
+        return self._content.identity
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Versions and machine."""
+        return self._content.environment
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._content.artifacts
+
+    def names(self, begin: str = "") -> list[str]:
+        """The artifacts there are whose names begin so."""
+        return [name for name in self._content.artifacts if name.startswith(begin)]
+
+    # --- reading -----------------------------------------------------------------------------------------
+
+    def file(self, name: str) -> Path:
+        """An artifact's file, after comparing its length and checksum.
+
+        Raises:
+            RunDirectoryError: there is no such artifact, or it was damaged.
+        """
+        artifact = self._content.artifacts.get(name)
+        if artifact is None:
+            raise RunDirectoryError(
+                f"{self.path} lacks {name!r}: the run is unfinished. Run the same command again to complete it"
+            )
+        path = _regular(self.path, artifact.file)
+        if path.stat().st_size != artifact.bytes or files.checksum(path) != artifact.blake2b:
+            raise RunDirectoryError(f"{path} was damaged or changed: its checksum is another. {files.REMEDY}")
+        return path
+
+    def value(
+        self, name: str, cls: type[T], *, device: torch.device | str = "cpu", more: Iterable[str] = ()
+    ) -> T:
+        """An artifact; ``more`` name others that hold tensors it refers to."""
+        path = self.file(name)
+        tree, tensors = files.read_tree(path)
+        for other in more:
+            tensors |= files.read_tree(self.file(other))[1]
+        try:
+            return decode(cls, tree, tensors, device=device)
+        except RunDirectoryError as error:
+            raise RunDirectoryError(f"{path} cannot be used: {error}. {files.REMEDY}") from error
+
+    def operator(self, name: str) -> dict[str, float | None]:
+        """What the operator remembered after an artifact was computed."""
+        try:
+            return self._content.operators[name]
+        except KeyError:
+            raise RunDirectoryError(
+                f"{self.path} does not say what the operator remembered after {name!r}. {files.REMEDY}"
+            ) from None
+
+    # --- writing -----------------------------------------------------------------------------------------
+
+    def place(self, name: str) -> Path:
+        """Where an artifact's file goes, its suffix aside."""
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{name!r} cannot be an artifact's name: small letters, digits, - and _ between /"
+            )
+        return _unlinked(self.path, name)
+
+    def next_number(self) -> str:
+        """A number that no file has had."""
+        self._number += 1
+        return f"{self._number:06d}"
+
+    def change(
+        self,
+        add: Mapping[str, Path],
+        *,
+        remove: Iterable[str] = (),
+        operators: Mapping[str, Mapping[str, float | None]] | None = None,
+    ) -> None:
+        """Name files that were written, and forget others: the manifest first, then the files it named before."""
+        before, gone = self._content, set(remove)
+        artifacts = {name: artifact for name, artifact in before.artifacts.items() if name not in gone}
+        for name, path in add.items():
+            file = path.relative_to(self.path).as_posix()
+            artifacts[name] = _Artifact(file, path.stat().st_size, files.checksum(path))
+        remembered = {name: state for name, state in before.operators.items() if name not in gone}
+        remembered |= {name: dict(state) for name, state in (operators or {}).items()}
+        content = _Content(before.identity, before.environment, artifacts, remembered)
+        tree = {"format": FORMAT, "config": self.config, **encode(content)[0]}
+        files.write_bytes(self.path / "manifest.json", files.json_bytes({**tree, "blake2b": _digest(tree)}))
+        self._content = content
+        named = {artifact.file for artifact in artifacts.values()}
+        for artifact in before.artifacts.values():
+            if artifact.file not in named:
+                with contextlib.suppress(OSError):
+                    (self.path / artifact.file).unlink()
+
+    def sweep(self) -> None:
+        """Delete what a killed process left: temporary files, and numbered ones that are not named."""
+        named = {artifact.file for artifact in self._content.artifacts.values()}
+        for directory, _, names in os.walk(self.path):
+            for path in (Path(directory) / name for name in names):
+                numbered = (
+                    _NUMBERED.fullmatch(path.name) and path.relative_to(self.path).as_posix() not in named
+                )
+                if path.name.startswith(files.TEMPORARY) or numbered:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+
+
+def _refuse_format(path: Path, form: Any, where: str) -> NoReturn:
+    raise RunDirectoryError(
+        f"{path} is of format {form!r:.20}, this whence ({version_of('whence')}) reads format {FORMAT}. "
+        f"Use the version that wrote it (see {where}), or run again in a new directory"
+    )
+
+
+@cache
+def version_of(package: str) -> str:
+    """Its version; empty if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _unlinked(root: Path, file: str) -> Path:
+    """A path inside a directory; no part of it may lead out, or be a link."""
+    path = root
+    for part in file.split("/"):
+        path = path / part
+        if part in ("", ".", "..") or "\\" in part or path.is_symlink():
+            raise RunDirectoryError(
+                f"{path} is a link or leads out of the run directory, which whence does not follow. {files.REMEDY}"
+            )
+    return path
+
+
+def _regular(root: Path, file: str) -> Path:
+    """The same for a file that is to be read."""
+    path = _unlinked(root, file)
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise OSError("not a file")
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"{path} cannot be read ({error}). {files.REMEDY}") from error
+    return path
+
+
+def _digest(tree: Any) -> str:
+    """Of a JSON tree."""
+    return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=32).hexdigest()
