@@ -154,9 +154,7 @@ def _tuned(gnh: GaussNewton, settings: Settings, spectrum: Spectrum, needed: flo
 
 def _measured(run: Run, gnh: GaussNewton, settings: Settings, name: str) -> Spectrum:
     def measure() -> dict[str, Any]:
-        spectrum = estimate_spectrum(
-            gnh, generator=settings.generator(1), lanczos_terms=settings.lanczos_terms
-        )
+        spectrum = estimate_spectrum(gnh, generator=settings.generator(1), terms=settings.lanczos_terms)
         return {**spectrum_to_json(spectrum), "operator": gnh.state()}
 
     measured = run.json(name, measure)

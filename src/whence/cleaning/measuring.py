@@ -141,7 +141,7 @@ def _spectrum(run: Run, gnh: GaussNewton, settings: Settings) -> Spectrum:
         found = estimate_spectrum(
             gnh,
             generator=settings.generator(1),
-            lanczos_terms=settings.lanczos_terms,
+            terms=settings.lanczos_terms,
             measure_constant=False,
         )
         return {**spectrum_to_json(found), "operator": gnh.state()}

@@ -337,7 +337,7 @@ def _show(result: Attribution, run: Path | None, report: Path | None, top: int, 
 def _measure(job: Job, lanczos_terms: int) -> tuple[GaussNewton, Spectrum]:
     gnh = job.operator()
     generator = torch.Generator().manual_seed(job.options.seed)
-    return gnh, estimate_spectrum(gnh, generator=generator, lanczos_terms=lanczos_terms)
+    return gnh, estimate_spectrum(gnh, generator=generator, terms=lanczos_terms)
 
 
 def _damping(text: str | float) -> float | str:

@@ -3,7 +3,7 @@
 Accuracy is the expected correlation ρ of the scores with the exact ones. An error of ε relative to the scores, in root
 mean square, leaves about ``ρ = 1 - ε²/2``. What each solver needs, in terms gone through for all queries together:
 
-*Conjugate gradients* over all n terms: ``n · K``, with the K of `Density.cg_iterations`. Nothing random is left, and K
+*Conjugate gradients* over all n terms: ``n · K``, with the K of `Spectrum.cg_iterations`. Nothing random is left, and K
 falls with the number of queries, which share one Krylov space. They stop when the examples' scores have settled to ε
 (`whence.solvers.settling`), which cannot be known beforehand. Predicted is when the certified error b, relative to the
 scores, is below 2 ε: b is a bound, and counts directions that no score sees; scores of terms are off by half of it
@@ -231,19 +231,13 @@ class Job:
         )
 
     def _iterations(self, rank: int, share: float, lost: float = 0.0) -> int:
-        density, tolerance = self.spectrum.density, tolerance_for(self.accuracy)
-        if density is None:
-            kappa = self.spectrum.lambda_max.value / self.damping
-            return math.ceil(0.5 * math.sqrt(kappa + 1) * math.log(2 / tolerance) + 1)
-        forecast = density.cg_iterations(
+        iterations = self.spectrum.cg_iterations(
             self.damping,
             self.queries,
-            generator=self.generator,
-            tolerance=tolerance,
+            tolerance=tolerance_for(self.accuracy),
             deflated=settled_eigenvalues(rank) if rank else 0,
-            scale=share,
         )
-        return max(1, math.ceil(forecast.mean + lost))
+        return math.ceil(iterations + lost)
 
     def lissa(self) -> Alternative:
         """As long as its start and the accuracy need."""

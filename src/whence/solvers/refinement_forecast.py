@@ -141,8 +141,7 @@ def cheapest_refinement(
         return None
     shortest = Plan.tuned(spectrum, damping, num_terms=num_terms, chains=chains, refine=1.0)
     dimension = max(density.dimension(damping).value, 1.0)
-    forecast = density.cg_iterations(damping, queries, generator=generator, tolerance=_START_ERROR)
-    iterations = max(1, math.ceil(forecast.mean))
+    iterations = math.ceil(spectrum.cg_iterations(damping, queries, tolerance=_START_ERROR))
     found: list[RefinementSettings] = []
     for share in _SUBSETS:
         subset = min(math.ceil(share * dimension), num_terms // 2)
