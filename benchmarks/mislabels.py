@@ -127,7 +127,7 @@ def measure(trained: Trained, *, rank: int, terms: int, exact: bool) -> dict[str
     """Shares of the flipped labels found, by every measure."""
     gnh = GaussNewton(trained.model, Classification(), trained.train)
     generator = torch.Generator().manual_seed(0)
-    spectrum = estimate_spectrum(gnh, generator=generator, lanczos_terms=terms, measure_constant=False)
+    spectrum = estimate_spectrum(gnh, generator=generator, terms=terms, measure_constant=False)
     damping = auto_damping(spectrum)
     begun = time.perf_counter()
     found = self_influence(gnh, damping, rank=rank, terms=terms, generator=generator)

@@ -101,7 +101,7 @@ def _measure(subject: Subject, profile: Profile, seed: int) -> dict[str, Any]:
     trace = trace_from_quadratic_forms(gnh, probes=effort.forms, batch_size=batch, generator=generator)
     frobenius = frobenius_from_products(gnh, probes=effort.pairs, batch_size=batch, generator=generator)
     rest = estimate_spectrum(
-        gnh, generator=generator, probes=effort.probes, probe_batch=batch, lanczos_terms=effort.lanczos_terms
+        gnh, generator=generator, probes=effort.probes, probe_batch=batch, terms=effort.lanczos_terms
     )
     spectrum = Spectrum(
         trace,

@@ -122,7 +122,7 @@ def test_spectrum_is_the_same_under_both_ways_of_drawing() -> None:
     gnh = certain_of_most()
     exact = dense_gauss_newton(gnh).matrix
     gnh.terms.importance = measure_importance(gnh).probabilities()
-    spectrum = estimate_spectrum(gnh, generator=generator(5), probes=200, lanczos_terms=gnh.num_terms)
+    spectrum = estimate_spectrum(gnh, generator=generator(5), probes=200, terms=gnh.num_terms)
     assert abs(spectrum.trace.value - float(exact.trace())) <= 4 * spectrum.trace.stderr
     assert abs(spectrum.frobenius.value - float(exact.norm())) <= 4 * spectrum.frobenius.stderr
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +30,8 @@ from whence.spectrum import (
     trace_and_frobenius_from_gradients,
     trace_from_quadratic_forms,
 )
+from whence.spectrum.krylov import krylov_space
+from whence.spectrum.lanczos import BlockLanczos, tridiagonal
 
 
 def rotation(n: int, seed: int = 0) -> Tensor:
@@ -120,10 +124,98 @@ def test_estimators_hold_on_a_network() -> None:
 # --- Lanczos ---------------------------------------------------------------------------------------------------
 
 
+class Diagonal:
+    """P, a diagonal matrix."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def solve(self, vector: ParamVector) -> ParamVector:
+        return ParamVector({"x": vector["x"] / self.values}, columns=vector.columns)
+
+
+def rows(count: int, n: int, seed: int = 7) -> Tensor:
+    return torch.randn(count, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("keep_basis", [True, False])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_block_lanczos_is_a_decomposition(weighted: bool, keep_basis: bool) -> None:
+    """``A Z = V T + V_{j+1} β Eᵀ`` and ``VᵀP⁻¹V = I``; with a basis to the last digit after many steps, too."""
+    n, q, steps = 60, 3, 15 if keep_basis else 4
+    A, P = prescribed(decaying(n)), Diagonal(torch.linspace(0.5, 2.0, n).double()) if weighted else None
+    state, beta, _ = BlockLanczos.begin(ParamVector({"x": rows(q, n)}, columns=q), P, keep_basis=keep_basis)
+    V = [state.current]
+    torch.testing.assert_close(V[0]["x"].T @ beta, rows(q, n).T)
+    for _ in range(steps):
+        state.step(A, P)
+        V.append(state.current)
+    Q = torch.cat([block["x"] for block in V]).T
+    Z = Q if P is None else Q / P.values.unsqueeze(1)
+    error = (Z.T @ Q - torch.eye(Q.shape[1])).abs().max()
+    assert float(error) <= (1e-13 if keep_basis else 1e-9)
+    torch.testing.assert_close(A.matrix @ Z[:, : q * steps], Q @ state.T.extended(), rtol=0, atol=1e-9)
+    if keep_basis:
+        assert [v for v, _ in state.basis] == V[:-1]
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_columns_apart_are_single_vectors_side_by_side(weighted: bool) -> None:
+    n = 40
+    A, P = prescribed(decaying(n)), Diagonal(torch.linspace(0.5, 2.0, n).double()) if weighted else None
+    given = rows(3, n)
+    starts = [ParamVector({"x": given}, columns=3), *(ParamVector({"x": row}) for row in given)]
+    found = []
+    for start in starts:
+        state, beta, _ = BlockLanczos.begin(start, P, apart=True, keep_basis=True)
+        for _ in range(10):
+            state.step(A, P)
+        found.append((beta, *state.T.columns()))
+    torch.testing.assert_close(given, rows(3, n), rtol=0, atol=0)  # the starts stay as they are
+    for together, *alone in zip(*found, strict=True):
+        torch.testing.assert_close(together, torch.stack(alone))
+    one, _, _ = BlockLanczos.begin(ParamVector({"x": given[:1]}, columns=1), P)
+    for _ in range(10):
+        one.step(A, P)
+    torch.testing.assert_close(
+        one.T.extended()[:10], tridiagonal(found[1][1], found[1][2]), atol=1e-9, rtol=0
+    )
+
+
+def test_what_rounding_cannot_tell_from_zero_is_left_out() -> None:
+    A = prescribed(torch.tensor([4.0, 2.0, 1.0, 0.0, 0.0, 0.0]).double())
+    twice = ParamVector({"x": rows(1, 6).expand(2, 6)}, columns=2)
+    state, beta, _ = BlockLanczos.begin(twice)
+    assert (state.current.columns, beta.shape) == (1, (1, 2))  # equal columns are one
+    top = torch.linalg.eigh(A.matrix)[1][:, -1]
+    apart, _, _ = BlockLanczos.begin(
+        ParamVector({"x": torch.stack([top, rows(1, 6)[0]])}, columns=2), apart=True
+    )
+    state.step(A)
+    apart.step(A)
+    assert float(apart.T.below[0][0]) == 0.0  # an eigenvector's space is exhausted at once
+    assert float(apart.current["x"][0].abs().max()) == 0.0  # and goes on with zeros
+    for _ in range(3):  # three eigenvalues and the part without any
+        state.step(A)
+    assert float(state.T.below[-1].norm()) <= 1e-13
+    torch.testing.assert_close(
+        torch.linalg.eigvalsh(state.T.extended()[:4]), torch.tensor([0.0, 1.0, 2.0, 4.0]).double()
+    )
+
+
+def test_products_without_numbers_are_refused() -> None:
+    for call in (
+        lambda A: lanczos(A, generator=torch.Generator().manual_seed(0)),
+        lambda A: krylov_space(A, A.zeros(2).randn_like(torch.Generator().manual_seed(0)), max_products=2),
+    ):
+        with pytest.raises(SolverError, match="NaN or infinity"):
+            call(Dense(torch.full((4, 4), math.nan)))
+
+
 @pytest.mark.parametrize("keep_basis", [True, False])
 def test_lanczos_finds_the_top_of_a_known_spectrum(keep_basis: bool) -> None:
     A = prescribed(decaying(200))
-    found = lanczos(A, generator=torch.Generator().manual_seed(0), keep_basis=keep_basis, tolerance=1e-8)
+    found = lanczos(A, generator=torch.Generator().manual_seed(0), keep_basis=keep_basis, relative_error=1e-8)
     torch.testing.assert_close(found.eigenvalues[:2], decaying(2), rtol=1e-4, atol=0)
     assert found.lambda_max.value <= 1 + 1e-12
     assert abs(found.lambda_max.value - 1) <= found.lambda_max.stderr + 1e-12
@@ -135,7 +227,7 @@ def test_lanczos_without_a_basis_reports_each_eigenvalue_once() -> None:
     values = torch.cat([torch.tensor([50.0, 20.0, 10.0, 5.0]), torch.linspace(0, 1, 196)]).double()
     A = prescribed(values)
     found = lanczos(
-        A, generator=torch.Generator().manual_seed(0), keep_basis=False, tolerance=1e-15, max_products=60
+        A, generator=torch.Generator().manual_seed(0), keep_basis=False, relative_error=1e-15, max_products=60
     )
     torch.testing.assert_close(found.eigenvalues[:4], values[:4], rtol=1e-6, atol=0)
     assert float(found.eigenvalues[4]) <= 1 + 1e-6
@@ -145,11 +237,25 @@ def test_lanczos_without_a_basis_reports_each_eigenvalue_once() -> None:
 def test_lanczos_top_vector_is_an_eigenvector(keep_basis: bool) -> None:
     A = prescribed(decaying(100))
     g = torch.Generator().manual_seed(3)
-    found = lanczos(A, generator=g, keep_basis=keep_basis, want_vector=True, tolerance=1e-10)
+    A.matvec, spent = _counted(A.matvec)
+    found = lanczos(A, generator=g, keep_basis=keep_basis, want_vector=True, relative_error=1e-10)
+    assert found.num_products == len(spent)
     v = found.top_vector
     assert v is not None
     expected = v.clone().scale_(found.lambda_max.value)
     assert relative_error(A.matvec(v), expected) <= 1e-4
+
+
+def _counted(
+    matvec: Callable[[ParamVector], ParamVector],
+) -> tuple[Callable[[ParamVector], ParamVector], list[None]]:
+    spent: list[None] = []
+
+    def counting(vector: ParamVector) -> ParamVector:
+        spent.append(None)
+        return matvec(vector)
+
+    return counting, spent
 
 
 def test_lanczos_stops_early_when_it_knows_enough() -> None:
@@ -238,6 +344,35 @@ def test_inconsistency_within_the_errors_is_no_news() -> None:
     assert noisy.inconsistencies() == []
 
 
+def test_iterations_of_conjugate_gradients_by_hand() -> None:
+    bare = Spectrum(trace=Estimate(30.0), frobenius=Estimate(16.0), lambda_max=Estimate(15.0))
+    e = 2 / math.e**2  # ½·ln(2/ε) = 1
+    assert bare.cg_iterations(1.0, tolerance=e) == pytest.approx(4)  # √(1 + 15)
+    assert bare.cg_iterations(1.0, 4, tolerance=e) == pytest.approx(3)  # λ_4 ≤ 16/√4 = 8
+    assert bare.cg_iterations(1.0, 2, tolerance=e, deflated=2) == pytest.approx(3)
+    assert bare.cg_iterations(1e9, tolerance=0.9) == 1
+    values = torch.tensor([15.0, 8.0, 3.0, 1e-9, 1e-9], dtype=torch.float64)
+    spectrum = replace(bare, eigenvalues=values, weights=torch.ones_like(values))
+    close = {"tolerance": e, "damping": 1.0}
+    assert spectrum.cg_iterations(**close) == pytest.approx(4)  # each of 4, 1 + 3, 2 + 2, 3 + 1
+    assert spectrum.cg_iterations(**close, columns=2) == pytest.approx(2)  # 3, or 1 + 1
+    assert spectrum.cg_iterations(**close, columns=2, deflated=2) == pytest.approx(1)
+    assert spectrum.cg_iterations(0.01, tolerance=e) == pytest.approx(4)  # three, one by one
+    assert spectrum.cg_iterations(**close, columns=60) == pytest.approx(1)
+    few = replace(bare, eigenvalues=values[:3], weights=torch.tensor([1.0, 3.0, 5.0], dtype=torch.float64))
+    assert few.cg_iterations(**close, columns=3) == pytest.approx(3)  # λ_3 is the middle of the three 8s
+    means = [spectrum.cg_iterations(0.5, tolerance=t) for t in (0.3, 0.1, 0.01)]
+    assert means == sorted(means)
+    for given, message in (
+        ({"damping": 0.0}, "damping must be a positive number"),
+        ({"damping": 1.0, "columns": 0}, "columns must be at least 1"),
+        ({"damping": 1.0, "deflated": -1}, "a number of eigenvalues"),
+        ({"damping": 1.0, "tolerance": 1.0}, "tolerance is 1"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            spectrum.cg_iterations(**given)
+
+
 def test_estimate_spectrum_on_a_finite_sum() -> None:
     A = rank_ones()
     spectrum = estimate_spectrum(A, generator=torch.Generator().manual_seed(0), probes=400)
@@ -257,7 +392,7 @@ def test_lambda_max_of_a_subset_covers_the_truth() -> None:
     hits = 0
     for seed in range(20):
         g = torch.Generator().manual_seed(seed)
-        found = estimate_spectrum(A, generator=g, lanczos_terms=100, probes=8, measure_constant=False)
+        found = estimate_spectrum(A, generator=g, terms=100, probes=8, measure_constant=False)
         hits += abs(found.lambda_max.value - true) <= 2 * found.lambda_max.stderr
         assert found.lambda_max.upper() >= 0.95 * true
     assert hits >= 17
@@ -273,7 +408,7 @@ def test_where_few_terms_carry_the_curvature_the_frobenius_norm_bounds_lambda_ma
     bounded = 0
     for seed in range(10):
         g = torch.Generator().manual_seed(seed)
-        spectrum = estimate_spectrum(A, generator=g, lanczos_terms=100, probes=64, measure_constant=False)
+        spectrum = estimate_spectrum(A, generator=g, terms=100, probes=64, measure_constant=False)
         assert spectrum.eigenvalues is not None
         bounded += float(spectrum.eigenvalues[0]) > 1.5 * spectrum.frobenius.upper()
         # the interval's upper end, and half of it again for the error on both sides

@@ -1,8 +1,8 @@
 """What λ costs and what it changes, told for a range of λ from one spectral density, before anything is solved.
 
 `whence.validation.damping_sweep` solves for queries and compares what comes out; here nothing is solved. Costs follow
-from the plans and from a simulation of conjugate gradients, changes from what scores of gradients with covariance H
-would do: see `whence.spectrum.Density`.
+from the plans and from `Spectrum.cg_iterations`, changes from what scores of gradients with covariance H would do: see
+`whence.spectrum.Density`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whence.errors import OptionError
 from whence.solvers.plan import Plan, check_damping, format_duration, resolve_damping
-from whence.spectrum import Density, Estimate, Iterations, Spectrum
+from whence.spectrum import Density, Estimate, Spectrum
 
 __all__ = [
     "CONDITION_NUMBERS",
@@ -48,7 +48,7 @@ class DampingOutlook:
     plan: Plan
     dimension: Estimate
     second_dimension: Estimate
-    iterations: Iterations
+    iterations: float
 
     @property
     def name(self) -> str:
@@ -118,7 +118,8 @@ class DampingForecast:
         sentences = [
             f"What a smaller λ costs: from {first.name} to {last.name} LiSSA goes through {_figure(self.passes[0])} to "
             f"{_figure(self.passes[-1])} passes over the data, about as λmax/λ; conjugate gradients, for "
-            f"{_queries(self.queries)}, take {first.iterations} to {last.iterations} iterations of a pass each.",
+            f"{_queries(self.queries)}, take {_figure(first.iterations)} to {_figure(last.iterations)} "
+            "iterations of a pass each.",
             f"What it changes: the effective dimension d(λ), the directions in which the data decide and not λ, goes "
             f"from {_figure(first.dimension.value)} to {_figure(last.dimension.value)} of "
             f"{self.density.num_parameters:,}. At the chosen {own.name} scores should correlate to {ends[0]:.2f} with "
@@ -158,8 +159,8 @@ class DampingForecast:
                         "seconds": self.seconds(plan.num_term_products),
                     },
                     "cg": {
-                        **asdict(outlook.iterations),
-                        "seconds": self.seconds(outlook.iterations.mean * self.num_terms),
+                        "iterations": outlook.iterations,
+                        "seconds": self.seconds(outlook.iterations * self.num_terms),
                     },
                     "agreement_with_next": float(self.agreement[i, i + 1]) if following else None,
                     "agreement_with_chosen": float(self.agreement[i, self.chosen]),
@@ -173,7 +174,10 @@ class DampingForecast:
             "tolerance": self.tolerance,
             "agreement": self.agreement.tolist(),
             "agreement_stderr": self.agreement_stderr.tolist(),
-            "density": self.density.to_json(),
+            "density": {
+                name: value.tolist() if isinstance(value, Tensor) else value
+                for name, value in vars(self.density).items()
+            },
             "words": self.words(),
         }
 
@@ -183,7 +187,7 @@ class DampingForecast:
         rows = [[*head, "CG passes", "time", "with next", "with chosen"]]
         for i, (outlook, passes) in enumerate(zip(self.outlooks, self.passes, strict=True)):
             terms = outlook.plan.num_term_products
-            times = [self.seconds(terms), self.seconds(outlook.iterations.mean * self.num_terms)]
+            times = [self.seconds(terms), self.seconds(outlook.iterations * self.num_terms)]
             lissa_time, cg_time = ("" if t is None else format_duration(t) for t in times)
             following = float(self.agreement[i, i + 1]) if i + 1 < len(self.outlooks) else math.nan
             rows.append(
@@ -194,7 +198,7 @@ class DampingForecast:
                     f"{terms:,}",
                     _figure(passes),
                     lissa_time,
-                    str(outlook.iterations),
+                    _figure(outlook.iterations),
                     cg_time,
                     f"{following:.3f}".replace("nan", "–"),
                     f"{float(self.agreement[i, self.chosen]):.3f}",
@@ -215,7 +219,6 @@ def forecast_dampings(
     density: Density,
     *,
     num_terms: int,
-    generator: torch.Generator,
     queries: int = 1,
     dampings: Sequence[float | str] | Tensor | None = None,
     chosen: float | str = "auto",
@@ -230,13 +233,12 @@ def forecast_dampings(
         spectrum: measured; plans and the range are made from it.
         density: measured on the same operator.
         num_terms: of the data.
-        generator: draws the right-hand sides that conjugate gradients are simulated for.
         queries: right-hand sides solved together.
         dampings: numbers, or parts of λmax such as ``"lambda_max/50"``; λmax/2 … λmax/5000 by default.
         chosen: the λ that others are compared with; added to the range where it is missing.
         chains: of LiSSA's plans.
         refine: of LiSSA's plans; see `Plan.tuned`.
-        tolerance: error in the scores' norm that conjugate gradients are to reach; see `Density.cg_iterations`.
+        tolerance: error in the scores' norm that conjugate gradients are to reach; see `Spectrum.cg_iterations`.
         seconds_per_term: a product of one term with all queries, where it was timed.
 
     Example:
@@ -245,7 +247,7 @@ def forecast_dampings(
         >>> g = torch.Generator().manual_seed(0)
         >>> A = Dense(torch.diag(torch.tensor([8.0, 4.0, 2.0, 1.0], dtype=torch.float64)))
         >>> density, spectrum = spectral_density(A, generator=g), estimate_spectrum(A, generator=g)
-        >>> forecast = forecast_dampings(spectrum, density, num_terms=1, dampings=[4.0, 1.0], chosen=1.0, generator=g)
+        >>> forecast = forecast_dampings(spectrum, density, num_terms=1, dampings=[4.0, 1.0], chosen=1.0)
         >>> [round(outlook.dimension.value, 3) for outlook in forecast.outlooks]
         [1.7, 2.856]
     """
@@ -259,7 +261,7 @@ def forecast_dampings(
             plan=Plan.tuned(spectrum, value, num_terms=num_terms, chains=chains, refine=refine),
             dimension=density.dimension(value),
             second_dimension=density.second_dimension(value),
-            iterations=density.cg_iterations(value, queries, tolerance=tolerance, generator=generator),
+            iterations=spectrum.cg_iterations(value, queries, tolerance=tolerance),
         )
         for value in values
     )

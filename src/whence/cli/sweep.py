@@ -84,10 +84,10 @@ def draw(sweep: DampingForecast, path: Path) -> None:
         dimension.plot(kappa, second, marker="s", linestyle="--", label="d₂(λ) = Tr H²(H + λ)⁻²")
         dimension.set(title="effective dimension", yscale="log")
 
-        means = [outlook.iterations.mean for outlook in outlooks]
+        iterations = [outlook.iterations for outlook in outlooks]
         cost.plot(kappa, sweep.passes, marker="o", label="LiSSA, all chains")
         queries = "one query" if sweep.queries == 1 else f"{sweep.queries:,} queries"
-        cost.plot(kappa, means, marker="s", linestyle="--", label=f"conjugate gradients, {queries}")
+        cost.plot(kappa, iterations, marker="s", linestyle="--", label=f"conjugate gradients, {queries}")
         cost.set(title="cost, in passes over the data", yscale="log")
 
         chosen, errors = sweep.agreement[:, sweep.chosen], sweep.agreement_stderr[:, sweep.chosen]

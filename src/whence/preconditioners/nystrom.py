@@ -97,8 +97,8 @@ def nystrom(
 def settled_eigenvalues(rank: int) -> int:
     """How many of H's largest eigenvalues a P of this rank can be taken to know: half of the products behind it.
 
-    The later half of Λ is too small. On digits, `Density.cg_iterations` with so many ``deflated`` is within one or two
-    iterations of the truth for ranks 10 to 30, and P from all terms or from a quarter of them.
+    The later half of Λ is too small. On digits, `Spectrum.cg_iterations` with so many ``deflated`` foretells the
+    iterations with ranks 10 to 30, and P from all terms or from a quarter of them.
     """
     return min(rank, (max(rank, _FEWEST_TESTS) + 1) // 2)
 

@@ -186,4 +186,4 @@ def _ends(operator: LinearOperator, products: int, generator: torch.Generator) -
     # A stream of its own: from the seed that P was drawn with, Lanczos would start where P is exact.
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     own = torch.Generator(generator.device).manual_seed(seed)
-    return lanczos(operator, generator=own, max_products=products, tolerance=_NEVER)
+    return lanczos(operator, generator=own, max_products=products, relative_error=_NEVER)

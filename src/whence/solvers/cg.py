@@ -31,7 +31,7 @@ from whence.solvers.certificate import Certificate
 from whence.solvers.cg_state import CGState, Spanned
 from whence.solvers.error_bounds import ErrorBounds
 from whence.solvers.settling import Settling
-from whence.solvers.block_lanczos import BlockLanczos, as_block, cholesky, column_dots, finite
+from whence.spectrum.lanczos import BlockLanczos, as_block, cholesky, column_dots, finite
 from whence.vectors import ParamVector
 
 __all__ = ["CGState", "ConjugateGradient"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whence.preconditioners import Preconditioner
 from whence.solvers.settling import Settling
-from whence.solvers.block_lanczos import BlockLanczos, BlockTridiagonal
+from whence.spectrum.lanczos import BlockLanczos, BlockTridiagonal
 from whence.vectors import ParamVector
 
 __all__ = ["CGState", "Spanned"]

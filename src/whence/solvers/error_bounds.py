@@ -15,7 +15,7 @@ from torch import Tensor
 
 from whence.preconditioners import Preconditioner
 from whence.solvers.cg_state import CGState
-from whence.solvers.block_lanczos import BlockTridiagonal, column_dots, rounding_of
+from whence.spectrum.lanczos import BlockTridiagonal, column_dots, rounding_of
 from whence.vectors import ParamVector
 
 __all__ = ["ErrorBounds"]

@@ -2,21 +2,18 @@
 
 from whence.spectrum.density import Density, spectral_density
 from whence.spectrum.estimate import Estimate
-from whence.spectrum.lanczos import LanczosResult, lanczos
+from whence.spectrum.lambda_max import LanczosResult, SketchResult, lanczos, sketch
 from whence.spectrum.moments import (
     frobenius_from_products,
     sampling_constant,
     trace_and_frobenius_from_gradients,
     trace_from_quadratic_forms,
 )
-from whence.spectrum.sketch import SketchResult, sketch
 from whence.spectrum.summary import Spectrum, estimate_spectrum
-from whence.spectrum.surrogate import Iterations
 
 __all__ = [
     "Density",
     "Estimate",
-    "Iterations",
     "LanczosResult",
     "SketchResult",
     "Spectrum",

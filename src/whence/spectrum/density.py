@@ -2,7 +2,7 @@
 
 From a vector v of random signs, k products give a Gauss quadrature of v's spectral measure, and
 ``E vᵀf(H)v = Tr f(H)`` for every f at once: effective dimensions, how much rankings depend on λ, the error of
-sampling, the iterations of conjugate gradients.
+sampling.
 
 **Two rules.** For ``x/(x + λ)`` Gauss' rule is never too small, and the Gauss-Radau rule, with one more node at zero,
 never too large. For other functions that concern us they err to opposite sides as well, by about as much: values here
@@ -16,10 +16,9 @@ average, and its effective dimension is too small: for terms of rank one, about 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +26,11 @@ from torch import Tensor
 from whence.errors import OptionError, SolverError
 from whence.operators import Damped, LinearOperator
 from whence.spectrum.estimate import Estimate
-from whence.spectrum.quadrature import counted_once, multiplicities, starting_spaces
-from whence.spectrum.surrogate import (
-    Iterations,
-    block_cg_iterations,
-    check_forecast,
-    ideal_preconditioner,
-    representative_spectrum,
-)
+from whence.spectrum.krylov import counted_once, krylov_spaces
+from whence.spectrum.lanczos import BASIS_BUDGET
 from whence.vectors import ParamVector
 
-__all__ = ["Density", "spectral_density"]
+__all__ = ["Density", "check_damping", "spectral_density"]
 
 
 @dataclass(frozen=True)
@@ -143,39 +136,33 @@ class Density:
 
     def dimension(self, damping: float) -> Estimate:
         """``d(λ) = Tr H(H + λ)⁻¹``, the effective dimension: directions that the data determine more than λ does."""
-        _check_damping(damping)
+        check_damping(damping)
         return self.trace_of(partial(_kept, damping=damping))
 
     def dimension_bounds(self, damping: float) -> tuple[float, float]:
         """Below and above the mean of ``vᵀH(H + λ)⁻¹v`` over the probes: d(λ) by Gauss-Radau and by Gauss."""
-        _check_damping(damping)
+        check_damping(damping)
         by_rule = self._by_rule(partial(_kept, damping=damping)).mean(1)
         return float(by_rule.min()), float(by_rule[0])
 
     def second_dimension(self, damping: float) -> Estimate:
         """``d₂(λ) = Tr H²(H + λ)⁻²``, never above d(λ): what the error of sampling grows with."""
-        _check_damping(damping)
+        check_damping(damping)
         return self.trace_of(lambda x: _kept(x, damping).square())
 
     def agreement(self, damping: float, other: float) -> Estimate:
         """Correlation to expect between the scores of two dampings, ``D(λ,λ')/√(D(λ,λ)D(λ',λ'))``.
 
-        Scores are ``s_λ = gᵀ(H + λ)⁻¹w`` for a query's gradient g and an example's w. Where these are independent, of
-        mean zero and covariance H,
-
-            E s_λ s_λ' = E gᵀ(H + λ)⁻¹ wwᵀ (H + λ')⁻¹ g = Tr H(H + λ)⁻¹H(H + λ')⁻¹ = D(λ, λ'),
-
-        and ``E s_λ = 0``. So the ratio is the correlation over pairs of query and example. Given one query, that over
-        examples has ``gᵀ(H + λ)⁻¹H(H + λ')⁻¹g`` in place of D, whose mean over g is D. Queries of a kind of their own
-        (gradients that are not as those of the training data) can depend on λ more or less than that.
+        ``D(λ, λ') = Tr H(H + λ)⁻¹H(H + λ')⁻¹``: exact for queries and examples whose gradients are independent and have
+        the covariance H. Derived in docs/math.md, "Agreement of two dampings".
 
         It is a correlation of scores, which the large ones decide. Most scores are small, and Spearman's correlation
         over all examples falls faster: on digits, 0.49 between λmax/200 and λmax/5000 where the scores' is 0.74.
 
         The standard error is a jackknife's over probes, and half the distance of the two rules.
         """
-        _check_damping(damping)
-        _check_damping(other)
+        check_damping(damping)
+        check_damping(other)
         first, second = (partial(_kept, damping=value) for value in (damping, other))
         parts = torch.stack(
             [
@@ -199,16 +186,8 @@ class Density:
     def sampling_error(self, damping: float, terms: int, C: float = 2.0) -> Estimate:
         """``√(C·d₂(λ)/terms)``: root mean square error of scores from so many independent terms, relative to theirs.
 
-        A solution û from N independent terms H_i (of the system ``(H_N + λ)û = g`` over them, or averaged iterates
-        that went through them) is, to first order in 1/N, off by ``-A⁻¹(H_N - H)u`` with ``A = H + λ``, ``Au = g``. So
-        its covariance is ``A⁻¹ΣA⁻¹/N`` with Σ that of ``H_i u``. Condition C.1, direction by direction, says
-        ``Σ ≈ C·(uᵀHu)·H``; for ``H_i = xxᵀ`` with normal x, ``Σ = (uᵀHu)H + Huuᵀ H``, which is C = 1 but for one
-        direction. For examples' gradients w of covariance H,
-
-            E (wᵀ(û - u))² = Tr(HA⁻¹ΣA⁻¹)/N ≈ C·(uᵀHu)·Tr(H²A⁻²)/N,      E (wᵀu)² = uᵀHu,
-
-        and the ratio is ``C·d₂(λ)/N``. A correlation with the exact scores is then about ``1/√(1 + C·d₂/N)``. It holds
-        where it is small, and says nothing about the part of an iterate that a start has left.
+        A correlation with the exact scores is then about ``1/√(1 + C·d₂/N)``. It holds where it is small, and says
+        nothing about the part of an iterate that a start has left. Derived in docs/math.md, "Error of sampling".
 
         Args:
             damping: λ.
@@ -220,57 +199,6 @@ class Density:
         second = self.second_dimension(damping)
         return Estimate(C * second.value / terms, C * second.stderr / terms).sqrt()
 
-    def cg_iterations(
-        self,
-        damping: float,
-        columns: int,
-        *,
-        generator: torch.Generator,
-        tolerance: float = 0.2,
-        draws: int | None = None,
-        max_iterations: int = 1000,
-        deflated: int = 0,
-        scale: float = 1.0,
-    ) -> Iterations:
-        """Iterations that block conjugate gradients on all terms should take for so many queries, from zero.
-
-        Simulated on a small diagonal matrix of this density: see `whence.spectrum.surrogate`. An error of ε in the
-        scores is a correlation of about ``1 - ε²/2`` with the exact ones, and ``‖e‖_H ≤ ‖e‖_A``: 0.2 in the norm of A
-        is a correlation of about 0.99.
-
-        *With a preconditioner* P that has H's own largest eigenvalues. Nyström's of rank r does as much as r/2 of them:
-        on digits (κ = 100 and 1000, ranks 10 to 30, from all 1,400 terms or 350), that foretells the iterations of one
-        query to within one, of 20 queries to within two; r itself is too few by up to three. It takes another iteration
-        or two until the error is proven where P's `smallest` is 1: from all terms, or shrunk. Elsewhere, ask for
-        ``tolerance·√smallest``.
-
-        Args:
-            damping: λ.
-            columns: right-hand sides solved together.
-            generator: draws right-hand sides.
-            tolerance: ``‖u - u*‖_A / ‖u*‖_H`` to reach, as a root mean square over columns.
-            draws: of right-hand sides; by default as many as make 32 columns, and at least 4.
-            max_iterations: where the simulation gives up.
-            deflated: how many eigenvalues the preconditioner has; 0 for none.
-            scale: θ of one that was shrunk: it has θ times the eigenvalues.
-        """
-        _check_damping(damping)
-        draws = max(4, math.ceil(32 / max(columns, 1))) if draws is None else draws
-        check_forecast(columns, tolerance, draws, max_iterations, deflated, scale)
-        values, counts = representative_spectrum(self.rules, damping)
-        return block_cg_iterations(
-            values,
-            counts,
-            damping,
-            columns=columns,
-            tolerance=tolerance,
-            draws=draws,
-            max_iterations=max_iterations,
-            generator=generator,
-            deflated=deflated,
-            scale=scale,
-        )
-
     def preconditioned_trace(self, damping: float, rank: int) -> Estimate:
         """``Tr(P⁻¹H) = Σ_{i≤r} h_i/(h_i + λ) + Σ_{i>r} h_i/λ`` for the ideal low-rank P, which knows the r largest h_i.
 
@@ -280,39 +208,17 @@ class Density:
             damping: λ.
             rank: r.
         """
-        _check_damping(damping)
+        check_damping(damping)
         if rank < 0:
             raise OptionError(f"rank is {rank}; it is a number of eigenvalues, 0 for no preconditioner")
 
-        def of_one(nodes: Tensor, weights: Tensor) -> float:
-            spectrum = representative_spectrum([(nodes.unsqueeze(0), weights.unsqueeze(0))], damping)
-            values, counts, P = ideal_preconditioner(*spectrum, damping, rank)
-            return float(counts @ (values / P))
-
-        by_rule = [[of_one(*row) for row in zip(*rule, strict=True)] for rule in self.rules]
-        return _summarised(torch.tensor(by_rule, dtype=torch.float64))
-
-    # --- JSON --------------------------------------------------------------------------------------------
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values that `from_json` makes the same density of, bit for bit."""
-        return {
-            name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(self).items()
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Density:
-        """Inverse of `to_json`."""
-        try:
-            made: dict[str, Any] = {
-                name: torch.tensor(value, dtype=torch.float64) if isinstance(value, list) else value
-                for name, value in values.items()
-            }
-            return cls(**made)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise OptionError(
-                f"these values are no density ({error}); give what `to_json` returned"
-            ) from error
+        by_rule = []
+        for nodes, weights in self.rules:
+            nodes, order = nodes.sort(dim=1, descending=True)
+            weights = weights.gather(1, order)
+            known = torch.minimum((rank - (weights.cumsum(1) - weights)).clamp_min(0.0), weights)
+            by_rule.append((known * _kept(nodes, damping) + (weights - known) * nodes / damping).sum(1))
+        return _summarised(torch.stack(by_rule))
 
     # --- helpers -----------------------------------------------------------------------------------------
 
@@ -327,7 +233,7 @@ def spectral_density(
     generator: torch.Generator,
     probes: int = 4,
     products: int = 24,
-    max_terms: int | None = 4096,
+    terms: int | None = 4096,
 ) -> Density:
     """Measure the density of H's eigenvalues by Lanczos from random signs.
 
@@ -340,20 +246,21 @@ def spectral_density(
         generator: draws the subset and the signs.
         probes: random starts; their spread is the error.
         products: k, for each start.
-        max_terms: with more terms than this, all is measured on one subset of this size; None for all terms.
+        terms: with more terms than this, all is measured on one subset of this size; None for all terms.
     """
     if isinstance(operator, Damped):
         raise OptionError("measure the density of the operator itself; pass `damped.operator`")
-    if probes < 1 or products < 1 or (max_terms is not None and max_terms < 1):
+    if probes < 1 or products < 1 or (terms is not None and terms < 1):
         raise OptionError(
-            f"probes, products and max_terms must be at least 1, got {probes}, {products} and {max_terms}"
+            f"probes, products and terms must be at least 1, got {probes}, {products} and {terms}"
         )
-    whole = max_terms is None or operator.num_terms <= max_terms
-    fixed = operator if max_terms is None or whole else operator.subset(max_terms, generator)
+    whole = terms is None or operator.num_terms <= terms
+    fixed = operator if terms is None or whole else operator.subset(terms, generator)
     signs = ParamVector.stack([operator.zeros().rademacher_like(generator) for _ in range(probes)])
+    fits = min(2, probes) * products * signs.nbytes // probes <= BASIS_BUDGET
     gauss, radau, found, spent = [], [], [], 0
-    for space in starting_spaces(fixed, signs, products):
-        counts = multiplicities(space)
+    for space in krylov_spaces(fixed, signs, max_products=products, budget=BASIS_BUDGET, keep_basis=fits):
+        counts = space.multiplicities()
         gauss.append(counted_once(*space.gauss(), counts))
         radau.append(counted_once(*space.radau(), counts))
         found.append(sum(counts))
@@ -379,7 +286,8 @@ def _kept(x: Tensor, damping: float) -> Tensor:
     return x / (x + damping)
 
 
-def _check_damping(damping: float) -> None:
+def check_damping(damping: float) -> None:
+    """Refuse a λ that is not a positive number."""
     if not 0 < damping < math.inf:
         raise OptionError(f"damping must be a positive number, got {damping}; λmax/200 is a good start")
 

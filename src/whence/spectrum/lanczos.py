@@ -1,212 +1,396 @@
-"""The top of the spectrum by Lanczos.
+"""The Lanczos recurrence, which everything that needs a Krylov space goes through.
 
-After k products from a random start in dimension p, the largest Ritz value θ is a rigorous lower bound of
-λmax, with ``P(λmax - θ > ε·λmax) ≤ 1.648·√p·exp(-√ε(2k-1))``; and an eigenvalue lies within the Ritz pair's
-residual of θ. Twenty to forty products settle what a sketch needs thousands for.
+    V₁β₀ = R,      Z_j = P⁻¹V_j,      V_{j+1}β_{j+1} = A Z_j - V_jα_j - V_{j-1}β_jᵀ,      V_jᵀP⁻¹V_j = I
 
-Where the basis fits in memory it is kept and reorthogonalised, and Ritz values are eigenvalues. Otherwise
-three vectors suffice, and the copies that lost orthogonality breeds are recognised by the test of Cullum
-and Willoughby: they are also eigenvalues of the tridiagonal matrix without its first row and column.
+It runs in three forms. A *block* spans one space, which all its columns share: α and β are small matrices. Columns
+*apart* span a space each and share the passes of a product: α and β hold one number per column. A *single vector* is
+one column apart, with scalars. All have an optional inner product of P⁻¹, and an optional basis that is kept and
+reorthogonalised against.
+
+Directions that rounding cannot tell from zero are left out, so that equal columns and exhausted spaces are no special
+cases. A block then shrinks, and β has fewer rows than columns; a column apart goes on with zeros, which change nothing
+of what is read from it. How much was left out is known.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from whence.errors import OptionError
+from whence.errors import SolverError
 from whence.operators import LinearOperator
-from whence.progress import ticker
-from whence.spectrum.estimate import Estimate
 from whence.vectors import ParamVector
 
-__all__ = ["LanczosResult", "lanczos"]
+__all__ = [
+    "BASIS_BUDGET",
+    "BlockLanczos",
+    "BlockTridiagonal",
+    "HasSolve",
+    "as_block",
+    "cholesky",
+    "column_dots",
+    "finite",
+    "orthonormal_factors",
+    "rounding_of",
+    "tridiagonal",
+]
 
-#: The basis is kept while it takes less than this.
+#: Bases are kept while they take less than this many bytes.
 BASIS_BUDGET = 2 * 2**30
-_FEWEST_PRODUCTS = 8
-#: A Ritz value whose residual is less than this part of the distance to its neighbours is an eigenvalue.
-_FOUND = 0.02
+_DOUBLE = torch.finfo(torch.float64).eps
 
 
-@dataclass(frozen=True)
-class LanczosResult:
-    """What k products showed of the spectrum.
+class HasSolve(Protocol):
+    """What the recurrence needs of a preconditioner P."""
+
+    def solve(self, vector: ParamVector, /) -> ParamVector:
+        """``P⁻¹v``, a new vector; on a block, for each column."""
+
+
+# --- T -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class BlockTridiagonal:
+    """T of Lanczos, in float64: α on the diagonal and β below it.
+
+    In a block they are matrices, and β may have fewer rows than columns. For columns apart they hold a number per
+    column, and `columns` reads them; `extended`, `pivot` and `energy` are about blocks.
 
     Attributes:
-        lambda_max: largest Ritz value, with the residual-based bound of its error as standard error.
-        eigenvalues: Ritz values, largest first, spurious copies left out.
-        residuals: an eigenvalue lies within ``residuals[i]`` of ``eigenvalues[i]``.
-        weights: how many eigenvalues each of them stands for, adding up to the dimension of the space: the start's
-            share in its vector, or 1 for those that were found (their residual is a fraction of the distance to the
-            next).
-        num_products: products spent.
-        top_vector: unit Ritz vector of the largest, where the basis was kept or the vector asked for.
+        diagonal: α_1 … α_j.
+        below: β_2 … β_{j+1}; the last one leads out of the space.
     """
 
-    lambda_max: Estimate
-    eigenvalues: Tensor
-    residuals: Tensor
-    weights: Tensor
-    num_products: int
-    top_vector: ParamVector | None = None
+    diagonal: list[Tensor] = field(default_factory=list)
+    below: list[Tensor] = field(default_factory=list)
+    _known: dict[float, tuple[float, int, Tensor | None]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """All α and all β of columns apart, each ``[columns, j]``; ``[j]`` for a single vector."""
+        return torch.stack(self.diagonal, -1), torch.stack(self.below, -1)
+
+    def extended(self) -> Tensor:
+        """T as one matrix, with the last β below it."""
+        sizes = [len(alpha) for alpha in self.diagonal] + [len(self.below[-1])]
+        starts = [sum(sizes[:j]) for j in range(len(sizes))]
+        matrix = torch.zeros(sum(sizes), starts[-1], dtype=torch.float64)
+        for j, (alpha, beta) in enumerate(zip(self.diagonal, self.below, strict=True)):
+            here, below = (slice(starts[k], starts[k] + sizes[k]) for k in (j, j + 1))
+            matrix[here, here], matrix[below, here] = alpha, beta
+            if j + 1 < len(self.diagonal):
+                matrix[here, below] = beta.T
+        return matrix
+
+    def pivot(self, node: float = 0.0, side: float = 1.0) -> Tensor | None:
+        """Cholesky factor of the last pivot of ``side · (T - node)``; None if that is not positive definite."""
+        known, done, factor = self._known.get(side, (node, 0, None))
+        if known != node:  # else go on from where the last call came to
+            done, factor = 0, None
+        for j in range(done, len(self.diagonal)):
+            alpha = self.diagonal[j]
+            block = side * (alpha - node * torch.eye(len(alpha), dtype=alpha.dtype))
+            if factor is not None:
+                block = block - _schur(factor, self.below[j - 1])
+            factor = cholesky(block)
+            if factor is None:
+                return None
+        self._known[side] = (node, len(self.diagonal), factor)
+        return factor
+
+    def energy(self, zeta: Tensor, pivot: Tensor, node: float, side: float = 1.0) -> Tensor | None:
+        """``diag(ζᵀ d̃⁻¹ ζ)``: above ``‖e‖²_A`` for a node below the spectrum, below it for one above (side -1).
+
+        Derived in docs/math.md, "Gauss-Radau bounds for a block".
+
+        Args:
+            zeta: the residual in the next block of the basis.
+            pivot: Cholesky factor of d, the last pivot of T.
+            node: below or above every eigenvalue of P⁻¹A.
+            side: 1 or -1.
+
+        Returns:
+            One number per column, or None if T shows that the node is not there.
+        """
+        shifted = self.pivot(node, side)
+        if shifted is None:
+            return None
+        beta = self.below[-1]
+        eye = torch.eye(len(beta), dtype=beta.dtype)
+        last = cholesky(node * eye + side * _schur(shifted, beta) - _schur(pivot, beta))
+        return None if last is None else torch.sum(zeta * torch.cholesky_solve(zeta, last), dim=0)
 
 
-def lanczos(
-    operator: LinearOperator,
+def tridiagonal(diagonal: Tensor, off_diagonal: Tensor) -> Tensor:
+    """The matrix ``[…, k, k]`` of a diagonal ``[…, k]`` and what is beside it, ``[…, k]``; the last is not used."""
+    beside = torch.diag_embed(off_diagonal[..., :-1], offset=1)
+    return torch.diag_embed(diagonal) + beside + beside.mT
+
+
+def _schur(factor: Tensor, beta: Tensor) -> Tensor:
+    """``β d⁻¹ βᵀ`` from the Cholesky factor of d."""
+    half: Tensor = torch.linalg.solve_triangular(factor, beta.T, upper=False)
+    return half.T @ half
+
+
+def cholesky(matrix: Tensor) -> Tensor | None:
+    """The factor of a symmetric matrix, or None if it is not positive definite."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    return None if int(info) or not bool(torch.isfinite(factor).all()) else factor
+
+
+# --- the recurrence --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class BlockLanczos:
+    """Where the recurrence stands after j steps.
+
+    Attributes:
+        current: the next vectors V_{j+1}; None when the space is exhausted.
+        weighted: P⁻¹V_{j+1}; the same object without a preconditioner.
+        previous: V_j.
+        T: all α and β so far.
+        norm: the largest norm of A and of P that was met, ``‖Az‖/‖z‖`` and ``‖v‖²``.
+        reach: the largest ``‖z‖²``: 1 without a preconditioner, else up to the norm of P⁻¹.
+        basis: V_1 … V_j, each with its P⁻¹V, where they are kept and reorthogonalised against.
+        apart: whether columns have a space each.
+
+    Example:
+        >>> from whence import Dense
+        >>> A = Dense(torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64)))
+        >>> start = ParamVector({"x": torch.ones(2, dtype=torch.float64)})
+        >>> state, norm, _ = BlockLanczos.begin(start, apart=True)
+        >>> for _ in range(2):
+        ...     _ = state.step(A)
+        >>> torch.linalg.eigvalsh(tridiagonal(*state.T.columns())).round(decimals=6)
+        tensor([1., 3.], dtype=torch.float64)
+    """
+
+    current: ParamVector | None
+    weighted: ParamVector | None
+    previous: ParamVector | None = None
+    T: BlockTridiagonal = field(default_factory=BlockTridiagonal)
+    norm: float = 0.0
+    reach: float = 0.0
+    basis: list[tuple[ParamVector, ParamVector]] | None = None
+    apart: bool = False
+
+    @classmethod
+    def begin(
+        cls,
+        block: ParamVector,
+        preconditioner: HasSolve | None = None,
+        *,
+        apart: bool = False,
+        keep_basis: bool = False,
+    ) -> tuple[BlockLanczos, Tensor, Tensor]:
+        """From starts: also returns β₀, and the Gram matrix (its diagonal, for columns apart) of what was left out.
+
+        Args:
+            block: the starts, which stay as they are; a single vector only apart.
+            preconditioner: P.
+            apart: give every column a space of its own.
+            keep_basis: keep all vectors, and make each new one orthogonal to all.
+        """
+        own = block.clone() if apart else block
+        V, Z, beta, left_out, _ = _orthonormal(own, preconditioner, floor=0.0, apart=apart)
+        return cls(V, Z, basis=[] if keep_basis else None, apart=apart), beta, left_out
+
+    @property
+    def noise(self) -> float:
+        """T and its eigenvalues are known to the rounding of this; a power of two, so that it seldom changes."""
+        return 2.0 ** math.ceil(math.log2(self.norm * self.reach)) if self.norm * self.reach > 0 else 0.0
+
+    def step(
+        self, A: LinearOperator, preconditioner: HasSolve | None = None, *, slopes: bool = False
+    ) -> tuple[ParamVector, Tensor, Tensor | None]:
+        """One product. α and β are added to T.
+
+        Returns:
+            The Z_j that was multiplied, the Gram matrix of what was left out of the next block, and, if they are asked
+            for and A has them, the examples' slopes along Z_j.
+        """
+        V, Z, T = self.current, self.weighted, self.T
+        assert V is not None
+        assert Z is not None
+        product, noted = A.matvec_with_slopes(Z) if slopes else (A.matvec(Z), None)
+        W = finite(product)
+        del product
+        before, after = self._squares(Z), self._squares(W)
+        tiny = torch.finfo(before.dtype).tiny  # a column that goes on with zeros
+        self.norm = max(self.norm, float((after / before.clamp_min(tiny)).max()) ** 0.5)
+        if preconditioner is not None:
+            self.norm = max(self.norm, float(self._squares(V).max()))
+        self.reach = max(self.reach, float(before.max()))
+        if self.previous is not None:
+            _subtract_(W, self.previous, T.below[-1].t())
+            self.previous = None
+        alpha = _inner(Z, W, self.apart).cpu()
+        _subtract_(W, V, alpha)
+        if self.basis is not None:
+            self.basis.append((V, Z))
+        self.current, self.weighted, beta, left_out, missed = _orthonormal(
+            W,
+            preconditioner,
+            floor=2 * rounding_of(W) * self.noise,
+            apart=self.apart,
+            against=[(V, Z)] if self.basis is None else self.basis,
+        )
+        alpha = alpha + missed
+        T.diagonal.append(0.5 * (alpha + alpha.t()))
+        T.below.append(beta)
+        self.previous = V
+        skew = 0.5 * (alpha - alpha.t())  # by the errors of products; T goes on without it
+        return Z, left_out + _after(skew.t(), skew), noted
+
+    def _squares(self, block: ParamVector) -> Tensor:
+        return block.dot(block).cpu() if self.apart else column_dots(block, block)
+
+
+def _orthonormal(
+    block: ParamVector,
+    preconditioner: HasSolve | None,
     *,
-    generator: torch.Generator,
-    max_products: int = 40,
-    tolerance: float = 0.005,
-    keep_basis: bool | None = None,
-    want_vector: bool = False,
-) -> LanczosResult:
-    """Run Lanczos until the top Ritz value is known to ``tolerance`` (relative), or the products are spent.
+    floor: float,
+    apart: bool,
+    against: Sequence[tuple[ParamVector, ParamVector]] = (),
+) -> tuple[ParamVector | None, ParamVector | None, Tensor, Tensor, Tensor]:
+    """Orthonormal columns V of a block in the inner product of P⁻¹, without what is rounding; units, for columns apart.
 
-    The error of θ is estimated as ``min(r, r²/gap)``, with r the Ritz residual and gap the distance to the
-    next Ritz value: the standard bounds for a symmetric operator.
+    Twice, because once leaves the errors that short columns magnify; between the two, what the vectors still have in
+    common with ``against`` (each with its P⁻¹) is taken out. Columns apart are overwritten.
+
+    Returns:
+        ``V, P⁻¹V, β, left_out, missed``: the block is ``Vβ``, plus ``missed`` times the last of ``against``, plus what
+        was left out, of which the Gram matrix in the inner product of P⁻¹ is given.
+    """
+    V: ParamVector | None = block
+    Z = block if preconditioner is None else preconditioner.solve(block)
+    q, eps = block.columns, rounding_of(block)
+    first: Tensor | None = None
+    missed: Tensor | None = None
+    beta = torch.ones(() if q is None else q, dtype=torch.float64)
+    beta = beta if apart else torch.diag(beta)
+    for turn in range(2):
+        assert V is not None
+        gram = _inner(V, Z, apart).cpu()
+        first = gram if first is None else first
+        if apart:
+            length = gram.clamp_min(0.0).sqrt()
+            factor = torch.where(length * beta > floor, length, torch.zeros_like(length))
+            weights = torch.where(factor > 0, 1 / factor, factor)
+        else:
+            weights, factor = orthonormal_factors(gram, rounding=eps, floor=floor, outer=beta)
+        beta = _after(factor, beta)
+        if not bool(beta.any()):
+            V = None
+            break
+        V = V.scale_(weights) if apart else V.mix(weights)
+        if against and turn == 0:
+            for vectors, weighted in against:
+                common = _inner(weighted, V, apart)
+                _subtract_(V, vectors, common)
+            missed = _after(common.cpu(), beta)
+        # Anew: mixed like V it would keep the errors that short columns magnify.
+        Z = V if preconditioner is None else preconditioner.solve(V)
+    assert first is not None
+    left_out = torch.zeros_like(first)
+    if apart:
+        left_out = torch.where(beta > 0, left_out, first)
+    elif len(beta) < len(first):
+        rest = block.clone()
+        if V is not None:
+            _subtract_(rest, V, beta)
+        if missed is not None:
+            _subtract_(rest, against[-1][0], missed)
+        weighted = rest if preconditioner is None else preconditioner.solve(rest)
+        left_out = rest.gram(weighted, exact=True).cpu()
+    missed = torch.zeros((), dtype=torch.float64) if missed is None else missed
+    return V, None if V is None else Z, beta, left_out, missed
+
+
+def orthonormal_factors(
+    gram: Tensor, *, rounding: float, floor: float, outer: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Orthonormal columns for a block W from its Gram matrix, without what rounding cannot tell from zero.
+
+    Columns are brought to length one first, so that a short right-hand side counts as much as a long one.
 
     Args:
-        operator: a deterministic operator: the whole data or a fixed subset.
-        generator: draws the start.
-        max_products: budget.
-        tolerance: relative accuracy of λmax to stop at.
-        keep_basis: keep and reorthogonalise the basis; by default where it fits in memory.
-        want_vector: return the top Ritz vector even if the basis is not kept, by running twice.
+        gram: ``WᵀP⁻¹W`` in float64.
+        rounding: of the vectors' numbers.
+        floor: directions into which ``W·outer`` reaches no further than this are noise.
+        outer: what W will be multiplied by.
+
+    Returns:
+        ``weights, β``: ``V = W·weights`` is orthonormal, and ``W = Vβ`` but for what is left out.
     """
-    if max_products < 1:
-        raise OptionError(f"max_products is {max_products}; Lanczos needs at least one product")
-    replay = generator.clone_state()
-    current = operator.zeros().randn_like(generator)
-    max_products = min(max_products, current.numel)
-    current.scale_(1 / float(current.norm()))
-    if keep_basis is None:
-        keep_basis = current.nbytes * max_products <= BASIS_BUDGET
-    basis: list[ParamVector] = []
-    previous: ParamVector | None = None
-    diagonal: list[float] = []
-    off_diagonal: list[float] = []
-    tops: list[float] = []
-    with ticker("largest eigenvalue", max_products) as tick:
-        while True:
-            following = operator.matvec(current)
-            tick()
-            diagonal.append(float(current.dot(following)))
-            following.axpy_(-diagonal[-1], current)
-            if previous is not None:
-                following.axpy_(-off_diagonal[-1], previous)
-            if keep_basis:
-                basis.append(current)
-                for _ in range(2):  # twice is enough
-                    for kept in basis:
-                        following.axpy_(-float(kept.dot(following)), kept)
-            beta = float(following.norm())
-            values, vectors = torch.linalg.eigh(_tridiagonal(diagonal, off_diagonal))
-            error = _top_error(values, beta * vectors[-1].abs())
-            steps, top_value = len(diagonal), float(values[-1])
-            tops.append(top_value)
-            done = _settled(tops, beta * float(vectors[-1, -1].abs()), error, tolerance)
-            if done or steps >= max_products or beta <= 1e-7 * max(abs(top_value), 1e-300):
-                break
-            off_diagonal.append(beta)
-            previous, current = current, following.scale_(1 / beta)
-    genuine = torch.ones_like(values, dtype=torch.bool)
-    if not keep_basis:
-        genuine = _not_spurious(diagonal, off_diagonal, values)
-    residuals = (beta * vectors[-1].abs())[genuine].flip(0)
-    weights = _weights(
-        values[genuine].flip(0), residuals, vectors[0].square()[genuine].flip(0), current.numel
-    )
-    products, top = len(diagonal), None
-    if keep_basis:
-        top = _combine(basis, vectors[:, -1])
-    elif want_vector:
-        top = _second_pass(operator, replay, diagonal, off_diagonal, vectors[:, -1])
-        products *= 2
-    return LanczosResult(
-        Estimate(top_value, error), values[genuine].flip(0), residuals, weights, products, top
-    )
+    length = gram.diagonal().clamp_min(0.0).sqrt()
+    inverse = torch.where(length > 0, 1 / length, torch.zeros_like(length))
+    values, vectors = torch.linalg.eigh(0.5 * inverse.unsqueeze(1) * (gram + gram.T) * inverse)
+    # A Gram matrix squares: below √ε of float64 a direction's length is not known, whatever the vectors' precision.
+    resolved = len(gram) * max(64 * _DOUBLE, (4 * rounding) ** 2)
+    beta = values.clamp_min(0.0).sqrt().unsqueeze(1) * vectors.T * length
+    kept = (values > resolved) & (torch.linalg.norm(beta @ outer, dim=1) > floor)
+    weights, beta = inverse.unsqueeze(1) * vectors[:, kept] / values[kept].sqrt(), beta[kept]
+    # Nearly orthonormal before: stay near, do not mix long and short.
+    if bool(kept.all()) and float(values[0]) > 0.5:
+        weights, beta = weights @ vectors.T, vectors @ beta
+    return weights, beta
 
 
-def _weights(values: Tensor, residuals: Tensor, shares: Tensor, dimension: int) -> Tensor:
-    """How many eigenvalues each Ritz value stands for; those from the top that were found count once."""
-    gaps = torch.nn.functional.pad(-values.diff(), (1, 1), value=math.inf)
-    found = (residuals < _FOUND * torch.minimum(gaps[1:], gaps[:-1])).long().cumprod(0).bool()
-    rest = shares.masked_fill(found, 0.0)
-    left = max(dimension - int(found.sum()), 0)
-    return torch.where(found, 1.0, rest * (left / max(float(rest.sum()), 1e-300)))
+# --- coefficients: matrices for a block, numbers for columns apart -----------------------------------------------
 
 
-def _tridiagonal(diagonal: list[float], off_diagonal: list[float]) -> Tensor:
-    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    for i, beta in enumerate(off_diagonal[: len(diagonal) - 1]):
-        matrix[i, i + 1] = matrix[i + 1, i] = beta
-    return matrix
+def _inner(left: ParamVector, right: ParamVector, apart: bool) -> Tensor:
+    return left.dot(right) if apart else left.gram(right, exact=True)
 
 
-def _top_error(values: Tensor, residuals: Tensor) -> float:
-    residual = float(residuals[-1])
-    if len(values) < 2:
-        return residual
-    gap = float(values[-1] - values[-2])
-    return min(residual, residual**2 / gap) if gap > 0 else residual
+def _subtract_(from_: ParamVector, vectors: ParamVector, coefficients: Tensor) -> None:
+    if coefficients.ndim == 2:
+        from_.axpy_(-1.0, vectors.mix(coefficients))
+    else:
+        from_.axpy_(-coefficients, vectors)
 
 
-def _settled(tops: list[float], residual: float, error: float, tolerance: float) -> bool:
-    """Whether the top Ritz value can be believed.
-
-    A small ``error`` alone cannot: with few products θ may sit on the second eigenvalue, the first not yet in
-    sight. So θ must also have stood still for a while, and its plain residual must be small.
-    """
-    if len(tops) < _FEWEST_PRODUCTS:
-        return False
-    risen = tops[-1] - tops[-4]
-    return error <= tolerance * tops[-1] and risen <= tolerance * tops[-1] and residual <= 0.05 * tops[-1]
+def _after(left: Tensor, right: Tensor) -> Tensor:
+    return left @ right if left.ndim == 2 else left * right
 
 
-def _not_spurious(diagonal: list[float], off_diagonal: list[float], values: Tensor) -> Tensor:
-    """Cullum-Willoughby: keep one of several copies, drop simple values of the trimmed matrix."""
-    if len(values) < 2:
-        return torch.ones_like(values, dtype=torch.bool)
-    trimmed = torch.linalg.eigvalsh(_tridiagonal(diagonal[1:], off_diagonal[1:]))
-    close = 1e-8 * max(float(values.abs().max()), 1e-300) * math.sqrt(len(values))
-    keep = torch.ones_like(values, dtype=torch.bool)
-    for i in range(len(values) - 1):  # ascending: of a cluster of copies, the largest stays
-        if float(values[i + 1] - values[i]) < close:
-            keep[i] = False
-    copies = ~keep | torch.cat([torch.tensor([False]), ~keep[:-1]])
-    spurious: Tensor = (values.unsqueeze(1) - trimmed).abs().amin(1) < close
-    return keep & (copies | ~spurious)
+# --- vectors ---------------------------------------------------------------------------------------------------
 
 
-def _second_pass(
-    operator: LinearOperator,
-    generator: torch.Generator,
-    diagonal: list[float],
-    off_diagonal: list[float],
-    weights: Tensor,
-) -> ParamVector:
-    """Repeat the recurrence from the same start, adding up ``Σ s_i q_i`` on the way."""
-    current = operator.zeros().randn_like(generator)
-    current.scale_(1 / float(current.norm()))
-    previous: ParamVector | None = None
-    total = current.zeros_like()
-    for i, weight in enumerate(weights.tolist()):
-        total.axpy_(weight, current)
-        if i == len(weights) - 1:
-            break
-        following = operator.matvec(current).axpy_(-diagonal[i], current)
-        if previous is not None:
-            following.axpy_(-off_diagonal[i - 1], previous)
-        previous, current = current, following.scale_(1 / off_diagonal[i])
-    return total.scale_(1 / float(total.norm()))
+def as_block(vector: ParamVector) -> ParamVector:
+    """A single vector as a block of one, without a copy; a block as it is."""
+    if vector.columns is not None:
+        return vector
+    return ParamVector({name: tensor.unsqueeze(0) for name, tensor in vector.items()}, columns=1)
 
 
-def _combine(basis: list[ParamVector], weights: Tensor) -> ParamVector:
-    total = basis[0].zeros_like()
-    for weight, vector in zip(weights.tolist(), basis, strict=True):
-        total.axpy_(weight, vector)
-    return total.scale_(1 / float(total.norm()))
+def column_dots(left: ParamVector, right: ParamVector) -> Tensor:
+    """Inner products of corresponding columns, multiplied and added in float64."""
+    pairs = zip(left.unstack(), right.unstack(), strict=True)
+    return torch.cat([one.gram(other, exact=True).reshape(1) for one, other in pairs]).cpu()
+
+
+def rounding_of(vector: ParamVector) -> float:
+    """Relative rounding of the coarsest of a vector's tensors."""
+    return max(torch.finfo(tensor.dtype).eps for tensor in vector.values())
+
+
+def finite(product: ParamVector) -> ParamVector:
+    """The product itself; a `SolverError` if it holds NaN or infinity."""
+    if not product.is_finite():
+        raise SolverError(
+            "a product with H holds NaN or infinity: the model's outputs or their derivatives overflow. Check the "
+            "model on its training data, or use a higher precision"
+        )
+    return product

@@ -22,7 +22,6 @@ from whence.spectrum.estimate import Estimate
 from whence.vectors import ParamVector
 
 __all__ = [
-    "directional_constant",
     "frobenius_from_products",
     "sampling_constant",
     "trace_and_frobenius_from_gradients",
@@ -79,53 +78,38 @@ def sampling_constant(
     probes: int,
     batch_size: int,
     generator: torch.Generator,
+    along: tuple[ParamVector, float] | None = None,
 ) -> Estimate:
     """``Ĉ = |B| (E Tr H̃² - Tr H²) / Tr(H)²``, what the paper assumes to be about 2.
 
-    For independent H̃, Ĥ and normal v, ``½‖(H̃ - Ĥ)v‖²`` has mean ``Tr(E H̃² - H²)`` and cannot be negative.
+    C.1 is an inequality of matrices, ``E H̃² - H² ≼ (C·Tr(H)/|B|) H``. The trace says that it holds on average over
+    directions. ``C(v) = |B| (E‖H̃v‖² - ‖Hv‖²) / (Tr(H) vᵀHv)`` says whether it holds along v: ask that of the top
+    eigenvector, where a long step hurts most. For independent H̃, Ĥ, ``½‖(H̃ - Ĥ)v‖²`` has the mean
+    ``E‖H̃v‖² - ‖Hv‖²`` and cannot be negative; over normal v, that is ``E Tr H̃² - Tr H²``.
+
+    Args:
+        operator: H, a mean over terms.
+        trace: Tr(H), measured.
+        probes: pairs of products.
+        batch_size: |B|, in terms.
+        generator: draws the batches and v.
+        along: a direction v and its curvature ``vᵀHv``; by default the average over directions.
     """
     _check_probes(probes)
+    if trace.value <= 0:
+        raise OptionError(f"the trace is {trace.value:.3g}: the operator is zero, and C.1 says nothing")
     values = []
-    for _ in track(range(probes), "sampling constant"):
-        vector = operator.zeros().randn_like(generator)
+    for _ in track(range(probes), "sampling constant" + ("" if along is None else " of the top eigenvector")):
+        vector = operator.zeros().randn_like(generator) if along is None else along[0]
         sampled = operator.sample(batch_size, generator)
         difference = sampled.matvec(vector)
         operator.sample(batch_size, generator).add_matvec_(difference, vector, -1.0)
         values.append(0.5 * sampled.num_terms * float(difference.dot(difference)))
     gap = Estimate.from_samples(values)
-    if trace.value <= 0:
-        raise OptionError(f"the trace is {trace.value:.3g}: the operator is zero, and C.1 says nothing")
-    value = gap.value / trace.value**2
-    relative = math.hypot(gap.stderr / max(gap.value, 1e-300), 2 * trace.stderr / trace.value)
+    value = gap.value / (trace.value * (trace.value if along is None else along[1]))
+    powers = 2 if along is None else 1  # of the trace
+    relative = math.hypot(gap.stderr / max(gap.value, 1e-300), powers * trace.stderr / trace.value)
     return Estimate(value, value * relative)
-
-
-def directional_constant(
-    operator: LinearOperator,
-    trace: Estimate,
-    direction: ParamVector,
-    curvature: float,
-    *,
-    probes: int,
-    batch_size: int,
-    generator: torch.Generator,
-) -> Estimate:
-    """``C(v) = |B| (E‖H̃v‖² - ‖Hv‖²) / (Tr(H) vᵀHv)`` along one direction v.
-
-    C.1 is an inequality of matrices, ``E H̃² - H² ≼ (C·Tr(H)/|B|) H``; the trace says that it holds on average
-    over directions, this says whether it holds along the one where a long step hurts most, the top eigenvector.
-    """
-    _check_probes(probes)
-    values = []
-    for _ in track(range(probes), "sampling constant of the top eigenvector"):
-        sampled = operator.sample(batch_size, generator)
-        difference = sampled.matvec(direction)
-        operator.sample(batch_size, generator).add_matvec_(difference, direction, -1.0)
-        values.append(0.5 * sampled.num_terms * float(difference.dot(difference)))
-    gap = Estimate.from_samples(values)
-    scale = trace.value * curvature
-    relative = math.hypot(gap.stderr / max(gap.value, 1e-300), trace.stderr / trace.value)
-    return Estimate(gap.value / scale, gap.value / scale * relative)
 
 
 def _drawn(operator: LinearOperator, batch_size: int | None, generator: torch.Generator) -> LinearOperator:

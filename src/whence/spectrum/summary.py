@@ -8,16 +8,17 @@ import warnings
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import OptionError, SolverError, WhenceWarning
 from whence.operators import Damped, LinearOperator
-from whence.spectrum.density import Density
+from whence.spectrum.density import Density, check_damping
 from whence.spectrum.estimate import Estimate
-from whence.spectrum.lanczos import LanczosResult, lanczos
+from whence.spectrum.lambda_max import LanczosResult, lanczos
 from whence.spectrum.moments import (
-    directional_constant,
     frobenius_from_products,
     sampling_constant,
     trace_and_frobenius_from_gradients,
@@ -73,6 +74,59 @@ class Spectrum:
             torch.cat([part, part.new_tensor([x])]) for part, x in ((nodes, 0.0), (weights, rest))
         )
         return Density(nodes.unsqueeze(0), weights.unsqueeze(0), found=int(found.sum()))
+
+    def cg_iterations(
+        self, damping: float, columns: int = 1, *, tolerance: float = 0.2, deflated: int = 0
+    ) -> float:
+        """Iterations that block conjugate gradients on all terms should take, from zero.
+
+            K = min_j  j + ½·√(1 + λ_i/λ)·ln(2/ε),      i = (j + 1)q + r
+
+        with λ_i the i-th largest eigenvalue. A block of q columns converges as if the q - 1 largest eigenvalues were
+        not there, each of j iterations takes out q more, and a preconditioner r of them. Too many where no eigenvalue
+        is near zero, as of a full-rank regression. Derived and measured in docs/math.md, "Iterations of conjugate
+        gradients".
+
+        Args:
+            damping: λ.
+            columns: q, the right-hand sides solved together.
+            tolerance: ε, ``‖u - u*‖_A / ‖u*‖_A`` to reach. An error of ε in the scores is a correlation of about
+                ``1 - ε²/2`` with the exact ones, and ``‖e‖_H ≤ ‖e‖_A``: 0.2 is a correlation of 0.98 or more.
+            deflated: r, the eigenvalues that a preconditioner takes out: half the rank of Nyström's.
+
+        Example:
+            >>> spectrum = Spectrum(Estimate(9.0), Estimate(9.0), Estimate(8.0))
+            >>> round(spectrum.cg_iterations(1.0, tolerance=2 / math.e), 3)  # ½·√(1 + 8/1)·1
+            1.5
+        """
+        check_damping(damping)
+        if columns < 1 or deflated < 0:
+            raise OptionError(
+                f"columns must be at least 1 and deflated a number of eigenvalues, got {columns} and {deflated}"
+            )
+        if not 0 < tolerance < 1:
+            raise OptionError(
+                f"tolerance is {tolerance}; it is an error relative to the solution, between 0 and 1"
+            )
+        rate = 0.5 * math.log(2 / tolerance)
+        j = np.arange(math.ceil(rate * math.sqrt(1 + self.lambda_max.value / damping)))
+        found = j + rate * np.sqrt(1 + self._ranked((j + 1) * columns + deflated) / damping)
+        return max(1.0, float(found.min()))
+
+    def _ranked(self, i: NDArray[np.int64]) -> NDArray[np.float64]:
+        """λ_i, the i-th largest eigenvalue: of Ritz values that stand for several each, interpolated in the logarithm.
+
+        Ritz value number k stands for eigenvalues around ``w_1 + … + w_{k-1} + w_k/2``, eigenvalue i for ``i - ½``.
+        Without Ritz values, the most that λ_i can be: ``i·λ_i² ≤ ‖H‖_F²``.
+        """
+        top = self.lambda_max.value
+        if self.eigenvalues is None or self.weights is None:
+            values: NDArray[np.float64] = self.frobenius.value / np.sqrt(i)
+        else:
+            middles = (self.weights.cumsum(0) - self.weights / 2).numpy()
+            logarithms = self.eigenvalues.clamp_min(1e-12 * top).log().numpy()
+            values = np.exp(np.interp(i - 0.5, middles, logarithms))
+        return np.where(i <= 1, top, np.minimum(values, top))
 
     def largest(self, errors: float = 2.0) -> float:
         """What λmax is at most, so many standard errors up: its own, or those of ``‖H‖_F ≥ λmax`` where that is less.
@@ -130,62 +184,58 @@ def estimate_spectrum(
     generator: torch.Generator,
     probes: int = 64,
     probe_batch: int | None = None,
-    lanczos_terms: int = 4096,
+    terms: int = 4096,
     max_products: int = 40,
     measure_constant: bool = True,
 ) -> Spectrum:
     """Measure trace, Frobenius norm, λmax and Ĉ of an operator, each with its error.
 
-    λmax is found by Lanczos on all terms where there are at most ``lanczos_terms``, else on a subset of that
-    size. A subset's own top Ritz value is too large on average, and the quadratic form of its Ritz vector on
-    *other* data too small; the estimate is the middle, and its error covers both. Where few examples carry the
-    curvature the two are far apart; ``λmax ≤ ‖H‖_F``, measured on all of the data, then bounds it better.
+    λmax is found by Lanczos on all terms where there are at most ``terms``, else on a subset of that size. A subset's
+    own top Ritz value is too large on average, and the quadratic form of its Ritz vector on *other* data too small; the
+    estimate is the middle, and its error covers both. Where few examples carry the curvature the two are far apart;
+    ``λmax ≤ ‖H‖_F``, measured on all of the data, then bounds it better.
 
     Args:
         operator: the operator, undamped.
         generator: all randomness comes from here.
         probes: gradients with sampled labels (or quadratic forms, where labels cannot be sampled).
         probe_batch: terms per probe; by default 1/probes of the data, between 16 and 256.
-        lanczos_terms: largest number of terms that Lanczos works on.
+        terms: largest number of terms that Lanczos works on.
         max_products: Lanczos' budget.
         measure_constant: also measure Ĉ on average and along the top eigenvector, each for a quarter as many
             pairs of products as probes.
     """
     if isinstance(operator, Damped):
         raise OptionError("estimate the spectrum of the operator itself; pass `damped.operator`")
-    terms = operator.num_terms
-    batch = probe_batch or min(max(16, terms // probes), 256, terms)
+    n = operator.num_terms
+    batch = probe_batch or min(max(16, n // probes), 256, n)
     trace, frobenius = _moments(operator, probes, batch, generator)
     if not trace.value > 0:
         raise SolverError(
             f"the trace of the operator is {trace.value:.3g}: the outputs do not depend on the selected "
             "parameters, or the model is certain of every answer. There is no curvature to work with"
         )
-    lambda_max, top, seconds = _top(operator, min(lanczos_terms, terms), max_products, frobenius, generator)
+    lambda_max, top, seconds = _top(operator, min(terms, n), max_products, frobenius, generator)
     assert top.top_vector is not None
     constant, top_constant = None, None
-    if measure_constant and terms > 1:
+    if measure_constant and n > 1:
         pairs = max(probes // 4, 2)
-        constant = sampling_constant(operator, trace, probes=pairs, batch_size=batch, generator=generator)
-        top_constant = directional_constant(
-            operator,
-            trace,
-            top.top_vector,
-            lambda_max.value,
-            probes=pairs,
-            batch_size=batch,
-            generator=generator,
+        constant, top_constant = (
+            sampling_constant(
+                operator, trace, probes=pairs, batch_size=batch, generator=generator, along=along
+            )
+            for along in (None, (top.top_vector, lambda_max.value))
         )
     spectrum = Spectrum(
-        trace,
-        frobenius,
-        lambda_max,
-        constant,
-        top.eigenvalues,
-        operator.zeros().numel,
-        seconds,
-        top_constant,
-        top.weights,
+        trace=trace,
+        frobenius=frobenius,
+        lambda_max=lambda_max,
+        sampling_constant=constant,
+        eigenvalues=top.eigenvalues,
+        num_parameters=operator.zeros().numel,
+        seconds_per_term=seconds,
+        top_sampling_constant=top_constant,
+        weights=top.weights,
     )
     for problem in spectrum.inconsistencies():
         warnings.warn(
