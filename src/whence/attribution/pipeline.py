@@ -148,6 +148,8 @@ def attribute(
             ended, said = enough(job, plan, solved, scores, number)
             if ended:
                 break
+        assert solved is not None
+        assert scores is not None
         with clock.phase("page"):
             result = conclude(run, job, plan, asked, solved.telling(said), scores, clock)
         for earlier in range(1, number + 1):  # the ways there are not needed any more

@@ -33,7 +33,7 @@ from whence.options import CleanOptions, chosen_options, takes
 from whence.preconditioners import LowRank, nystrom
 from whence.preconditioners.low_rank import check_rank
 from whence.progress import Stopwatch, ticker
-from whence.runs import Run, environment
+from whence.runs import Run, environment, read
 from whence.scoring.cost import count_work
 from whence.scoring.self_influence import (
     Bounds,
@@ -160,8 +160,8 @@ def measure_self_influence(
     run: Run, gnh: GaussNewton, options: CleanOptions, spectrum: Spectrum, clock: Stopwatch
 ) -> SelfInfluence:
     """Self-influence of all examples."""
-    if run.has("self-influence"):
-        return run.read("self-influence", SelfInfluence)
+    if run.path is not None and run.has("self-influence"):
+        return read(run.path, "self-influence", SelfInfluence)
     size = run.keep("size", Size, lambda: Size.affordable(gnh, options))
     operator: LinearOperator = gnh  # H over all terms, or over the same subset in every step
     if options.spectrum_terms < gnh.num_terms:

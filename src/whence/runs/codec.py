@@ -5,12 +5,13 @@ is a union, the tag in the tree only chooses between its members. What is shared
 memory, vectors of the same tensors, generators.
 
 Hints that are understood: dataclasses, `ParamVector`, `torch.Tensor`, `torch.Generator`, int, float, bool, str, None,
-Path, list, tuple, Sequence, dict and Mapping (keys of str, int or tuples of int), Literal, unions. Fields of a
+bytes, Path, list, tuple, Sequence, dict and Mapping (keys of str, int or tuples of int), Literal, unions. Fields of a
 dataclass with ``init=False`` or ``metadata={"saved": False}`` are left out and come back as their defaults.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 import types
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from torch import Tensor
 from whence.errors import RunDirectoryError
 from whence.vectors import ParamVector
 
-__all__ = ["decode", "encode", "identity", "inlined", "saved_fields"]
+__all__ = ["as_json", "decode", "encode", "identity", "inlined", "saved_fields"]
 
 T = TypeVar("T")
 
@@ -109,6 +110,17 @@ def inlined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return found if exact and not left else None
 
 
+def as_json(value: Any) -> Any:
+    """A value as JSON for scripts, its tensors as lists of numbers."""
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, dict):
+            return node["values"] if "values" in node else {key: plain(each) for key, each in node.items()}
+        return [plain(each) for each in node] if isinstance(node, list) else node
+
+    return plain(inlined(*encode(value)))
+
+
 # --- values to trees ---------------------------------------------------------------------------------------------
 
 
@@ -135,6 +147,8 @@ class _Writer:
             return _number(value)
         if kind is Path:
             return str(value)
+        if kind is bytes:
+            return base64.b64encode(value).decode()
         if kind is Tensor:
             return _TensorNode(tensor=self._key(value, where), cpu=value.device.type == "cpu")
         if kind is torch.Generator:
@@ -182,6 +196,8 @@ class _Reader:
             return _float(node)
         if kind is Path:
             return Path(_typed(str, node))
+        if kind is bytes:
+            return base64.b64decode(_typed(str, node), validate=True)
         if kind is Tensor:
             numbers = {k: v for k, v in _typed(dict, node).items() if k in ("dtype", "shape", "values")}
             _check_keys(node, ("tensor", "cpu", *numbers))
@@ -247,7 +263,7 @@ def _fits(hint: Any, value: Any) -> bool:
         return isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
     if _is_record(kind):
         return type(value) is kind  # a subclass would lose its own fields
-    if kind in (bool, str, Path, Tensor, torch.Generator, ParamVector) or (
+    if kind in (bool, str, bytes, Path, Tensor, torch.Generator, ParamVector) or (
         args and kind in _SEQUENCES + _MAPPINGS
     ):
         return isinstance(value, kind) and not (kind is Sequence and isinstance(value, str))

@@ -27,9 +27,11 @@ from whence.runs.codec import identity as memory_of
 from whence.runs.manifest import Manifest, version_of
 from whence.vectors import ParamVector
 
-__all__ = ["Journal", "Remembering", "Run", "environment", "read", "read_config", "read_table"]
+__all__ = ["Journal", "Remembering", "Run", "environment", "holds", "read", "read_table"]
 
 T = TypeVar("T")
+#: A value of an option.
+Scalar = bool | int | float | str | None
 
 _PACKAGES = ("whence", "torch", "numpy", "transformers", "safetensors", "pyarrow", "curvlinops-for-pytorch")
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -52,7 +54,7 @@ class Run:
 
     Args:
         path: the directory; made if it does not exist.
-        config: what was asked: a dataclass without tensors.
+        config: what was asked: option -> value.
         identity: what it was asked about: name -> fingerprint.
 
     Raises:
@@ -61,9 +63,12 @@ class Run:
         StorageError: the directory cannot be written to, and holds no run that could be read.
     """
 
-    def __init__(self, path: str | Path | None, config: Any, *, identity: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: str | Path | None, config: Mapping[str, Scalar], *, identity: Mapping[str, str]
+    ) -> None:
         self.path = None if path is None else Path(path)
         self._manifest: Manifest | None = None
+        self._states: dict[str, Any] = {}  # of journals, where nothing is on disk
         self._unlock: Callable[[], Any] = lambda: None
         self._writable = True
         if self.path is None:
@@ -86,9 +91,7 @@ class Run:
         if release is not None:
             self._unlock = weakref.finalize(self, release)
         try:
-            tree, tensors = encode(config)
-            if tensors:
-                raise TypeError("a configuration holds no tensors")
+            tree, _ = encode(dict(config), dict[str, Scalar])
             if Manifest.is_in(self.path):
                 self._manifest = Manifest.open(self.path)
                 self._check(tree, identity)
@@ -193,16 +196,12 @@ class Run:
             self._check_writable(name)
             self._manifest.change({}, remove=[name])
 
-    @staticmethod
-    def parts(name: str, count: int) -> list[str]:
-        """Names of the parts of an artifact that is kept in several: ``name-00000``, … (count of them)."""
-        return [f"{name}-{number:05d}" for number in range(count)]
-
     def journal(
-        self, name: str, cls: type[T], *, seconds: float, device: torch.device | str = "cpu"
+        self, name: str, cls: type[T], *, seconds: float = 30.0, device: torch.device | str = "cpu"
     ) -> Journal[T]:
         """A journal of this name, for states of this class."""
-        return Journal(self._manifest, name, cls, seconds=seconds, device=device)
+        memory = self._states if self._manifest is None else None
+        return Journal(self._manifest, name, cls, seconds=seconds, device=device, memory=memory)
 
     def _check_writable(self, name: str) -> None:
         if not self._writable:
@@ -219,11 +218,12 @@ class Journal(Generic[T]):
     again, and whose items never change: an item is written once, to a file of its own, and later states refer to it.
 
     Args:
-        manifest: of the run directory; None keeps nothing.
+        manifest: of the run directory; None where there is none.
         name: the journal's, as an artifact.
         cls: the state's dataclass.
         seconds: between two writings.
         device: where restored vectors go.
+        memory: keeps the last state itself where there is no directory.
     """
 
     def __init__(
@@ -234,7 +234,9 @@ class Journal(Generic[T]):
         *,
         seconds: float,
         device: torch.device | str,
+        memory: dict[str, Any] | None = None,
     ) -> None:
+        self._memory = memory
         self._manifest, self._name, self._cls = manifest, name, cls
         self._record: Any = make_dataclass("Record", [("items", list[str]), ("state", cls)])
         self._seconds, self._device = seconds, device
@@ -243,7 +245,9 @@ class Journal(Generic[T]):
 
     def restore(self) -> T | None:
         """The state last written, or None."""
-        if self._manifest is None or self._name not in self._manifest:
+        if self._manifest is None:
+            return None if self._memory is None else self._memory.get(self._name)
+        if self._name not in self._manifest:
             return None
         there = self._manifest.names(self._name + ".")
         record = self._manifest.value(self._name, self._record, device=self._device, more=there)
@@ -262,6 +266,8 @@ class Journal(Generic[T]):
     def record(self, state: T, *, now: bool = False) -> None:
         """Write the state down if it is time to, or at once."""
         manifest = self._manifest
+        if self._memory is not None:
+            self._memory[self._name] = state
         if manifest is None or not (now or time.monotonic() - self._written >= self._seconds):
             return
         known: dict[Any, str] = {}
@@ -285,6 +291,8 @@ class Journal(Generic[T]):
 
     def clear(self) -> None:
         """Forget the state: what it led to is kept elsewhere."""
+        if self._memory is not None:
+            self._memory.pop(self._name, None)
         if self._manifest is not None and self._name in self._manifest:
             self._manifest.change({}, remove=[self._name, *self._manifest.names(self._name + ".")])
         self._items.clear()
@@ -322,12 +330,13 @@ def read_table(path: str | Path, name: str) -> dict[str, Any]:
     return files.read_table(Manifest.open(Path(path)).file(name))
 
 
-def read_config(path: str | Path, cls: type[T]) -> T:
-    """A run's configuration."""
-    try:
-        return decode(cls, Manifest.open(Path(path)).config, {})
-    except RunDirectoryError as error:
-        raise RunDirectoryError(f"{path} holds another kind of run: {error}") from error
+def holds(path: str | Path, name: str) -> bool:
+    """Whether a directory is that of a run, and has this artifact.
+
+    Raises:
+        RunDirectoryError: it is of another format, or was damaged.
+    """
+    return Manifest.is_in(Path(path)) and name in Manifest.open(Path(path))
 
 
 def environment() -> dict[str, str]:
