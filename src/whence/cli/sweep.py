@@ -15,8 +15,9 @@ from whence.errors import OptionError
 from whence.libraries import load_library
 from whence.model.gauss_newton import GaussNewton
 from whence.runs.files import replace_file
-from whence.solvers.plan import Plan, format_duration
+from whence.solvers.plan import Plan
 from whence.spectrum import spectral_density
+from whence.units import format_duration
 
 __all__ = ["check_figure", "draw", "sweep_dampings"]
 

@@ -12,7 +12,8 @@ from whence.attribution.forecast import Forecast
 from whence.attribution.sweep import DampingForecast
 from whence.exhibit import Exhibit
 from whence.solvers.choice import Choice, relative_error
-from whence.solvers.plan import Plan, format_bytes, format_duration
+from whence.solvers.plan import Plan
+from whence.units import format_bytes, format_duration
 
 __all__ = ["rows_as_json", "show_forecast", "show_plan", "show_result", "show_sweep"]
 

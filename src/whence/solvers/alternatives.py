@@ -37,9 +37,10 @@ import torch
 
 from whence.errors import OptionError
 from whence.preconditioners import settled_eigenvalues
-from whence.solvers.plan import Plan, format_bytes
+from whence.solvers.plan import Plan
 from whence.solvers.refinement_forecast import cheapest_refinement
 from whence.spectrum import Spectrum
+from whence.units import format_bytes
 
 __all__ = [
     "NAMES",

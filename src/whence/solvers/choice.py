@@ -22,9 +22,10 @@ from whence.solvers.alternatives import (
 )
 from whence.solvers.cg import ConjugateGradient
 from whence.solvers.lissa import Lissa
-from whence.solvers.plan import Plan, format_duration, resolve_damping
+from whence.solvers.plan import Plan, resolve_damping
 from whence.solvers.refinement import Refinement
 from whence.spectrum import Spectrum
+from whence.units import format_duration
 
 __all__ = [
     "Alternative",
