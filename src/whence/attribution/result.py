@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.attribution.contents import contents, write_page
 from whence.attribution.ranking import Ranking, Row, import_pandas, rank_examples
 from whence.attribution.uncertainty import Scored
 from whence.errors import OptionError
 from whence.exhibit import Exhibit
 from whence.report.checks import Validation
+from whence.report.page import render
 from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers.certificate import Certificate
 from whence.solvers.error_parts import ErrorParts
@@ -303,11 +305,7 @@ class Attribution:
 
     def to_html(self, path: str | Path) -> Path:
         """Write the page: one self-contained file. Returns its path."""
-        from whence.attribution.contents import contents
-        from whence.report.page import write
-
-        write(contents(self), Path(path))
-        return Path(path)
+        return write_page(render(contents(self)), path)
 
     def save(self, directory: str | Path) -> Path:
         """Write the scores (Parquet) and everything else a page needs; `whence.load` reads it back."""

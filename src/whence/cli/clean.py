@@ -20,8 +20,8 @@ from whence.cli.options import AsJson, takes_job
 from whence.cli.outcome import NOT_CONVERGED, out, print_json, say
 from whence.errors import OptionError
 from whence.exhibit import Exhibit
-from whence.report.clean import Suspect
-from whence.report.formatting import brief
+from whence.report.clean_page import Suspect
+from whence.report.formatting import brief, shorten
 
 __all__ = ["clean_command"]
 
@@ -175,6 +175,7 @@ def _table(result: Cleaning, suspects: list[Suspect], name: str, *, harm: bool =
         if harm:
             numbers = (one.score, one.score_low, one.score_high)
         value, low, high = (math.nan if number is None else number for number in numbers)
+        shown = result.exhibits.get(one.index, Exhibit())
         says = "" if one.probability is None else f"{one.label} → {one.prediction} ({one.probability:.0%})"
         table.add_row(
             str(one.rank),
@@ -184,11 +185,6 @@ def _table(result: Cleaning, suspects: list[Suspect], name: str, *, harm: bool =
             brief(one.loss, 3),
             brief(one.gradient_norm, 3),
             *([Text(says)] if labelled else []),
-            Text(_glimpse(result.exhibits.get(one.index, Exhibit()))),
+            Text(shorten(f"{shown.note or ''} {shown.prompt or ''}{shown.text or ''}", _WIDTH)),
         )
     return table
-
-
-def _glimpse(exhibit: Exhibit) -> str:
-    said = " ".join(f"{exhibit.note or ''} {exhibit.prompt or ''}{exhibit.text or ''}".split())
-    return said if len(said) <= _WIDTH else f"{said[: _WIDTH - 1]}…"

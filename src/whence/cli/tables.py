@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -11,6 +13,7 @@ from whence.attribution import Attribution, Row
 from whence.attribution.forecast import Forecast
 from whence.attribution.sweep import DampingForecast
 from whence.exhibit import Exhibit
+from whence.report.formatting import shorten
 from whence.solvers.choice import Choice, relative_error
 from whence.solvers.plan import Plan
 from whence.units import format_bytes, format_duration
@@ -101,7 +104,7 @@ def _table(result: Attribution, rows: list[Row], name: str) -> Table:
 
 def _asked(exhibit: Exhibit) -> str:
     if exhibit.text is not None:
-        return f"{_line(exhibit.prompt or '', _WIDTH, end=True)} → {_line(exhibit.text, _WIDTH)}"
+        return f"{shorten(exhibit.prompt or '', _WIDTH, end=True)} → {shorten(exhibit.text, _WIDTH)}"
     parts = [exhibit.id or "", f"label {exhibit.label}" if exhibit.label else ""]
     parts.append(f"read as {exhibit.prediction}" if exhibit.prediction else "")
     return ", ".join(filter(None, parts))
@@ -111,22 +114,13 @@ def _glimpse(exhibit: Exhibit) -> str:
     pieces = [
         f"[{exhibit.label}]" if exhibit.label else "",
         exhibit.note or "",
-        _line(exhibit.text or "", _WIDTH),
+        shorten(exhibit.text or "", _WIDTH),
     ]
     return " ".join(filter(None, pieces))
 
 
-def _line(text: str, width: int, *, end: bool = False) -> str:
-    text = " ".join(text.split())
-    if len(text) <= width:
-        return text
-    return f"…{text[1 - width :]}" if end else f"{text[: width - 1]}…"
-
-
 def rows_as_json(result: Attribution, k: int) -> list[dict[str, object]]:
     """The ends of every query's ranking, for scripts."""
-    from dataclasses import asdict
-
     return [
         {
             "query": q,
