@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from markupsafe import Markup
 
 from whence.exhibit import Exhibit
 from whence.report import figures
@@ -129,77 +126,54 @@ class CleanReport(Page):
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Listing:
-    """A ranking as the template shows it: ``measure`` is what its numbers are called, ``about`` what to know of it."""
+class _ListView:
+    """What the template shows of a ranking.
 
-    name: str
-    title: str
-    measure: str
-    about: str
-    items: list[Item]
-    axis: Markup
-    words: list[str]
-    histogram: Markup | None = None
+    Attributes:
+        name: "suspects" or "harmful".
+        items: the examples.
+        axis: the scale of their whiskers.
+        histogram: the values of all examples, as a figure; None for harm.
+        words: labels, predictions and notes that occur in the list.
+    """
+
+    def __init__(self, name: str, suspects: Sequence[Suspect], report: CleanReport) -> None:
+        entries = [_entry(suspect, harm=name == "harmful") for suspect in suspects]
+        scale = figures.whisker_scale(entries)
+        self.name = name
+        self.axis = figures.whisker_axis(scale)
+        self.items = [
+            _item(name, s, entry, scale, report) for s, entry in zip(suspects, entries, strict=True)
+        ]
+        self.histogram = None
+        if name == "suspects":
+            names = ("self-influence", "values of self-influence")
+            self.histogram = figures.histogram(report.values, helpful=entries, names=names)
+        said = [word for suspect in suspects for word in (suspect.label, suspect.prediction)]
+        self.words = words_to_filter([*said, *(item.exhibit.note for item in self.items)])
 
 
 def render(report: CleanReport) -> str:
     """The page as one self-contained HTML document."""
-    measure = MEASURES[report.by]
-    entries = [_entry(s, s.self_influence, s.low, s.high, s.effect) for s in report.suspects]
-    drawn = figures.histogram(
-        report.values, helpful=entries, names=("self-influence", "values of self-influence")
-    )
-    lists = [
-        _listing(
-            "suspects",
-            entries,
-            report,
-            title="Most suspicious",
-            measure="self-influence",
-            about=f"Ordered by {measure}, the largest first.",
-            histogram=drawn,
-        )
-    ]
+    lists = [_ListView("suspects", report.suspects, report)]
     if report.queries:
-        harm = [_entry(s, s.score, s.score_low, s.score_high, s.score_effect) for s in report.harmful]
-        lists.append(
-            _listing(
-                "harmful",
-                harm,
-                report,
-                title="Most harmful",
-                measure="influence on the queries",
-                about="Without these the queries’ losses together would be lower. Ordered by influence on them.",
-            )
-        )
+        lists.append(_ListView("harmful", report.harmful, report))
     return document(
         "clean_page.html.j2",
         report,
         lists=lists,
         labelled=any(suspect.label is not None for suspect in report.suspects),
-        measure=measure,
+        measure=MEASURES[report.by],
         overlaps=[(MEASURES[name], shared) for name, shared in report.overlaps.items()],
     )
 
 
-def _entry(suspect: Suspect, *numbers: float | None) -> Entry:
-    """The numbers of a list's whiskers: score, low, high, effect."""
-    score, low, high, effect = (math.nan if number is None else number for number in numbers)
+def _entry(suspect: Suspect, *, harm: bool) -> Entry:
+    """The numbers of a list's whiskers."""
+    numbers = (suspect.self_influence, suspect.low, suspect.high, suspect.effect)
+    known = (suspect.score, suspect.score_low, suspect.score_high, suspect.score_effect)
+    score, low, high, effect = (math.nan if x is None else x for x in (known if harm else numbers))
     return Entry(suspect.rank, suspect.index, score, low, high, effect, effect, effect, separated=True)
-
-
-def _listing(name: str, entries: list[Entry], report: CleanReport, **words: Any) -> _Listing:
-    suspects = report.harmful if name == "harmful" else report.suspects
-    scale = figures.whisker_scale(entries)
-    items = [
-        _item(name, suspect, entry, scale, report) for suspect, entry in zip(suspects, entries, strict=True)
-    ]
-    said = [word for s in suspects for word in (s.label, s.prediction)]
-    said += [item.exhibit.note for item in items]
-    return _Listing(
-        name=name, items=items, axis=figures.whisker_axis(scale), words=words_to_filter(said), **words
-    )
 
 
 def _item(name: str, suspect: Suspect, entry: Entry, scale: Linear, report: CleanReport) -> Item:
