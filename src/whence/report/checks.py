@@ -122,12 +122,20 @@ class Validation:
         return "trust" if {"solver", "fine-tuning"} <= trusted else "cannot tell"
 
     @property
+    def finished(self) -> bool:
+        """Whether every check had its turn."""
+        return not self._missing
+
+    @property
+    def _missing(self) -> list[str]:
+        return [name for name in NAMES if name not in {check.name for check in self.checks}]
+
+    @property
     def summary(self) -> str:
         """The verdict in words."""
         said = {
             verdict: [c.name for c in self.checks if c.verdict == verdict] for verdict in get_args(Verdict)
         }
-        missing = [name for name in NAMES if name not in {check.name for check in self.checks}]
         if doubted := said["doubt"]:
             give = "gives" if len(doubted) == 1 else "give"
             text = f"Not as they stand: {_listed(doubted)} {give} reason to doubt these scores."
@@ -140,7 +148,7 @@ class Validation:
             text = "Nothing that was checked speaks against these scores, and it is not enough to speak for them."
         if said["cannot tell"]:
             text += f" Left open: {_listed(said['cannot tell'])}."
-        if missing:
+        if missing := self._missing:
             are = "is" if len(missing) == 1 else "are"
             text += f" Not all was checked yet: {_listed(missing)} {are} missing."
         return text
