@@ -14,7 +14,7 @@ from reproduction.provenance import provenance
 from whence.errors import OptionError, RunDirectoryError
 from whence.report.drawing import save_figure
 from whence.runs.files import read_object, replace_file, write_json
-from whence.solvers.plan import format_duration
+from whence.units import format_duration
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

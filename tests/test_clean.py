@@ -29,7 +29,7 @@ from whence.cleaning.clean_saving import load_cleaning
 from whence.cleaning.cleaning import Cleaning, safe_cell
 from whence.cli import app
 from whence.errors import DataError, OptionError, RunDirectoryError
-from whence.report.clean import render
+from whence.report.clean_page import render
 from whence.runs.readings import ReadingParts
 
 EXAMPLES = 90

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import html
 import json
 import math
@@ -15,10 +16,11 @@ import pytest
 
 import pages
 import whence.report
-from whence.errors import OptionError
+from whence.attribution.contents import write_page
+from whence.errors import OptionError, StorageError
 from whence.report import figures
 from whence.report.formatting import interval
-from whence.report.page import render, write
+from whence.report.page import render
 from whence.report.untrusted import href
 
 REPORTS = pages.REPORTS
@@ -171,24 +173,23 @@ def test_embedded_json_gives_back_the_settings() -> None:
 
 
 def test_writing_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "new" / "report.html"
-    assert write(pages.image_report(), target) == target
-    before = target.read_text(encoding="utf-8")
-    assert before == render(pages.image_report())
+    target, before = tmp_path / "new" / "report.html", render(pages.image_report())
+    assert write_page(before, target) == target
+    assert target.read_text(encoding="utf-8") == before
 
     def fail(*_: object) -> None:
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write(pages.text_report(), target)
+    with pytest.raises(StorageError, match="the disk is full"):
+        write_page(render(pages.text_report()), target)
     assert target.read_text(encoding="utf-8") == before
     assert list(target.parent.iterdir()) == [target]
 
 
 def test_a_directory_is_no_place_to_write_to(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"report\.html"):
-        write(pages.text_report(), tmp_path)
+        write_page(render(pages.text_report()), tmp_path)
 
 
 def test_pages_import_no_torch_of_their_own() -> None:

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import pages
+from whence.attribution.contents import write_page
 from whence.report.content import Report
-from whence.report.page import write
+from whence.report.page import render
 
 REPORTS = pages.REPORTS
 
@@ -54,7 +55,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
-    return {name: write(make(), folder / f"{name}.html") for name, make in REPORTS.items()}
+    return {name: write_page(render(make()), folder / f"{name}.html") for name, make in REPORTS.items()}
 
 
 @pytest.fixture

@@ -1,44 +1,65 @@
-"""From an `Attribution` to what its page shows."""
+"""From an `Attribution` to what its page shows, and from a page to its file."""
 
 from __future__ import annotations
 
-from whence.attribution.ranking import Ranking, Row
-from whence.attribution.result import Attribution
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from whence.attribution.ranking import Row
+from whence.errors import OptionError
 from whence.exhibit import Exhibit
 from whence.report.content import Entry, Question, Report, Trust
+from whence.runs.files import replace_file
 from whence.spectrum import Estimate
 
-__all__ = ["contents"]
+if TYPE_CHECKING:
+    from whence.attribution.result import Attribution
 
-#: Rows shown at each end of a ranking.
+__all__ = ["contents", "write_page"]
+
+#: Rows shown at each end of a ranking, and of the ranking by gradient dot product.
 SHOWN = 20
-_BASELINE_SHOWN = 5
+BASELINE_SHOWN = 5
+
+_ESTIMATES = ("trace", "frobenius", "lambda_max", "sampling_constant", "top_sampling_constant")
+_LISSA_SETTINGS = ("damping", "step_size", "batch_size", "num_steps", "chains", "constant")
 
 
 def contents(result: Attribution, *, confidence: float = 0.95, shown: int = SHOWN) -> Report:
-    """The page of a result."""
-    spectrum = result.solve.plan.spectrum
-    agreement = result.agreement.tolist()
-    estimates = {
-        "trace": spectrum.trace,
-        "frobenius": spectrum.frobenius,
-        "lambda_max": spectrum.lambda_max,
-        "sampling_constant": spectrum.sampling_constant,
-        "top_sampling_constant": spectrum.top_sampling_constant,
-    }
+    """What the page of a result shows.
+
+    Args:
+        result: to be shown.
+        confidence: of the intervals.
+        shown: rows at each end of a ranking.
+    """
+    solve, spectrum = result.solve, result.solve.plan.spectrum
+    estimates = {name: getattr(spectrum, name) for name in _ESTIMATES}
+    if solve.certificate is None:
+        plan = {name: getattr(solve.plan, name) for name in _LISSA_SETTINGS}
+    else:
+        plan = {
+            "damping": solve.plan.damping,
+            "iterations": solve.paths.shape[1],
+            "operator_terms": solve.certificate.operator_terms,
+        }
     return Report(
         title=result.title,
-        questions=tuple(_question(result, q, confidence, shown, agreement[q]) for q in range(len(agreement))),
+        questions=tuple(
+            _question(result, q, agreement, confidence, shown)
+            for q, agreement in enumerate(result.agreement.tolist())
+        ),
         trust=Trust(
             spectrum={name: (e.value, e.stderr) for name, e in estimates.items() if isinstance(e, Estimate)},
             eigenvalues=None if spectrum.eigenvalues is None else spectrum.eigenvalues.numpy(),
-            plan=_settings(result),
-            events=result.solve.events,
+            plan=plan,
+            events=solve.events,
             term="example" if result.num_terms == result.num_examples else "token",
-            num_products=result.solve.num_products,
-            num_term_products=result.solve.num_term_products,
-            solver=result.solve.solver,
-            choice=result.solve.choice,
+            num_products=solve.num_products,
+            num_term_products=solve.num_term_products,
+            solver=solve.solver,
+            choice=solve.choice,
         ),
         confidence=confidence,
         num_examples=result.num_examples,
@@ -52,24 +73,42 @@ def contents(result: Attribution, *, confidence: float = 0.95, shown: int = SHOW
     )
 
 
-def _settings(result: Attribution) -> dict[str, float]:
-    """The settings of the solver that was used."""
-    solve = result.solve
-    if solve.certificate is not None:
-        iterations = solve.paths.shape[1]
-        return {
-            "damping": solve.plan.damping,
-            "iterations": iterations,
-            "operator_terms": solve.certificate.operator_terms,
-        }
-    names = ("damping", "step_size", "batch_size", "num_steps", "chains", "constant")
-    return {name: getattr(solve.plan, name) for name in names}
+def write_page(page: str, path: str | Path, *, example: str = "report.html") -> Path:
+    """Write a page, all of it or nothing: a reader never meets half of one. Returns its path.
+
+    Args:
+        page: an HTML document.
+        path: of the file.
+        example: a name to suggest where ``path`` is a directory.
+
+    Raises:
+        OptionError: ``path`` is a directory.
+        StorageError: the file cannot be written, as on a full disk; what was there before is still there.
+    """
+    target, data = Path(path), page.encode("utf-8")
+    if target.is_dir():
+        raise OptionError(f"{target} is a directory; give the file's name too, such as {target / example}")
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(data)
+
+    replace_file(target, write)
+    return target
 
 
-def _question(result: Attribution, q: int, confidence: float, shown: int, agreement: float) -> Question:
-    ends = [result.top(shown, query=q, harmful=harmful, confidence=confidence) for harmful in (False, True)]
-    helpful, harmful = (_entries(result, end) for end in ends)
-    solve = result.solve
+def _question(result: Attribution, q: int, agreement: float, confidence: float, shown: int) -> Question:
+    helpful, harmful = (
+        [_entry(result, row) for row in result.top(shown, query=q, harmful=end, confidence=confidence)]
+        for end in (False, True)
+    )
+    by_baseline: list[int] = []
+    if result.dot_products is not None:
+        order = result.dot_products[q].argsort(descending=True, stable=True)[:BASELINE_SHOWN]
+        by_baseline = result.indices[order].tolist()
+    solve, parts = result.solve, result.solve.error_parts
+    proven = None  # a bound of the scores' relative error: ‖u - u*‖_A / ‖u‖_H
+    if solve.certificate is not None and solve.score_rms is not None:
+        proven = float(solve.certificate.upper[q]) / max(float(solve.score_rms[q]), 1e-300)
     return Question(
         number=q,
         exhibit=result.queries[q] if q < len(result.queries) else Exhibit(id=str(q)),
@@ -77,7 +116,7 @@ def _question(result: Attribution, q: int, confidence: float, shown: int, agreem
         # An example is helpful if its score is positive: with few examples the two ends would overlap.
         helpful=tuple(entry for entry in helpful if entry.score > 0),
         harmful=tuple(entry for entry in harmful if entry.score < 0),
-        by_baseline=_by_baseline(result, q, confidence),
+        by_baseline=tuple(_entry(result, result.row(q, i, confidence=confidence)) for i in by_baseline),
         indices=result.indices.numpy(),
         scores=result.scored.mean[q].numpy(),
         stderr=result.scored.stderr[q].numpy(),
@@ -86,60 +125,21 @@ def _question(result: Attribution, q: int, confidence: float, shown: int, agreem
         converged=bool(solve.converged[q]),
         agreement=agreement,
         paths=solve.paths[:, :, q].numpy(),
-        proven=_proven(result, q),
-        expected=_expected(result, q),
-        parts=_parts(result, q),
+        proven=proven,
+        expected=None if parts is None or parts.expected is None else float(parts.expected[q]),
+        parts=None
+        if parts is None or solve.certificate is not None
+        else (float(parts.bias[q]), float(parts.sampling[q])),
     )
-
-
-def _proven(result: Attribution, q: int) -> float | None:
-    """A bound of the scores' relative error: ``‖u - u*‖_A / ‖u‖_H``."""
-    solve = result.solve
-    if solve.certificate is None or solve.score_rms is None:
-        return None
-    return float(solve.certificate.upper[q]) / max(float(solve.score_rms[q]), 1e-300)
-
-
-def _expected(result: Attribution, q: int) -> float | None:
-    """What the examples' scores should be off by, where the solver watched them settle."""
-    parts = result.solve.error_parts
-    return None if parts is None or parts.expected is None else float(parts.expected[q])
-
-
-def _parts(result: Attribution, q: int) -> tuple[float, float] | None:
-    """Bias and sampling, relative to the scores, where chains tell them."""
-    parts = result.solve.error_parts
-    if parts is None or result.solve.certificate is not None:
-        return None
-    return float(parts.bias[q]), float(parts.sampling[q])
-
-
-def _entries(result: Attribution, ranking: Ranking) -> list[Entry]:
-    return [_entry(result, row) for row in ranking]
 
 
 def _entry(result: Attribution, row: Row) -> Entry:
+    numbers = asdict(row)
+    query, index = numbers.pop("query"), row.index
     return Entry(
-        rank=row.rank,
-        index=row.index,
-        score=row.score,
-        low=row.low,
-        high=row.high,
-        effect=row.effect,
-        effect_low=row.effect_low,
-        effect_high=row.effect_high,
-        separated=row.separated,
-        baseline=row.dot_product,
-        baseline_rank=row.dot_product_rank,
-        exhibit=result.exhibits.get(row.index),
-        token_scores=result.token_scores.get((row.query, row.index)),
+        baseline=numbers.pop("dot_product"),
+        baseline_rank=numbers.pop("dot_product_rank"),
+        exhibit=result.exhibits.get(index),
+        token_scores=result.token_scores.get((query, index)),
+        **numbers,
     )
-
-
-def _by_baseline(result: Attribution, q: int, confidence: float) -> tuple[Entry, ...]:
-    """The first few by gradient dot product, with their scores by influence."""
-    if result.dot_products is None:
-        return ()
-    order = result.dot_products[q].argsort(descending=True, stable=True)[:_BASELINE_SHOWN]
-    rows = [result.row(q, index, confidence=confidence) for index in result.indices[order].tolist()]
-    return tuple(_entry(result, row) for row in rows)

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.attribution.contents import contents, write_page
 from whence.attribution.ranking import Ranking, Row, import_pandas, rank_examples
 from whence.attribution.scored import Scored
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.report.checks import Validation
 from whence.runs import Run, holds, read
+from whence.report.page import render
 from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers import Statistics
 from whence.solvers.plan import Plan
@@ -283,11 +285,7 @@ class Attribution:
 
     def to_html(self, path: str | Path) -> Path:
         """Write the page: one self-contained file. Returns its path."""
-        from whence.attribution.contents import contents
-        from whence.report.page import write
-
-        write(contents(self), Path(path))
-        return Path(path)
+        return write_page(render(contents(self)), path)
 
     def save(self, directory: str | Path) -> Path:
         """Write the result into a directory of its own; `whence.load` reads it back."""

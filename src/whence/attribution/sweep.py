@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from whence.errors import OptionError
-from whence.solvers.plan import Plan, check_damping, format_duration, resolve_damping
+from whence.solvers.plan import Plan, check_damping, resolve_damping
 from whence.spectrum import Density, Estimate, Spectrum
+from whence.units import format_duration
 
 __all__ = [
     "CONDITION_NUMBERS",

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.attribution.contents import write_page
 from whence.attribution.ranking import import_pandas
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
-from whence.report.clean import MEASURES, CleanReport, Grounds, Suspect, render
+from whence.report.clean_page import MEASURES, CleanReport, Grounds, Suspect, render
 from whence.runs import holds, read
 from whence.runs.files import replace_file
 from whence.scoring.self_influence import SelfInfluence
@@ -203,7 +204,11 @@ class Cleaning:
 
         Cells that a spreadsheet would take for a formula begin with an apostrophe; see `safe_cell`.
         """
-        target = _file(path, "clean.csv")
+        target = Path(path)
+        if target.is_dir():
+            raise OptionError(
+                f"{target} is a directory; give the file's name too, such as {target / 'clean.csv'}"
+            )
 
         def write(temporary: Path) -> None:
             # Half of a surrogate pair, as some decoders produce, cannot be written: shown as unreadable.
@@ -219,10 +224,7 @@ class Cleaning:
 
     def to_html(self, path: str | Path) -> Path:
         """Write the page: one self-contained file. Returns its path."""
-        target = _file(path, "clean.html")
-        page = render(self.contents()).encode("utf-8")
-        replace_file(target, lambda temporary: _write(temporary, page))
-        return target
+        return write_page(render(self.contents()), path, example="clean.html")
 
     def contents(self) -> CleanReport:
         """What the page shows."""
@@ -288,17 +290,6 @@ def safe_cell(value: Any) -> Any:
     ):
         return f"'{value}"
     return value
-
-
-def _file(path: str | Path, example: str) -> Path:
-    target = Path(path)
-    if target.is_dir():
-        raise OptionError(f"{target} is a directory; give the file's name too, such as {target / example}")
-    return target
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
 
 
 def load_cleaning(directory: str | Path) -> Cleaning:

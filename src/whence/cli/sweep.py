@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from whence.attribution.cost import Forecast
 from whence.attribution.sweep import DampingForecast, forecast_dampings
@@ -13,9 +12,11 @@ from whence.errors import OptionError
 from whence.libraries import load_library
 from whence.model.gauss_newton import GaussNewton
 from whence.options import Options
+from whence.report.drawing import figure, save_figure
 from whence.runs.files import replace_file
-from whence.solvers.plan import Plan, format_duration
+from whence.solvers.plan import Plan
 from whence.spectrum import spectral_density
+from whence.units import format_duration
 
 __all__ = ["check_figure", "draw", "sweep_dampings"]
 
@@ -67,8 +68,6 @@ def check_figure(path: Path | None, wanted: bool) -> None:
 
 def draw(sweep: DampingForecast, path: Path) -> None:
     """Effective dimension, cost and agreement of scores over κ, three panels in one file."""
-    from whence.report.drawing import figure
-
     outlooks = sweep.outlooks
     kappa = [outlook.plan.condition_number for outlook in outlooks]
     with figure(columns=3, width=4.0, height=3.4) as (drawn, (dimension, cost, agreement)):
@@ -100,9 +99,4 @@ def draw(sweep: DampingForecast, path: Path) -> None:
             panel.set(xscale="log", xlabel="λmax/λ")
             panel.axvline(kappa[sweep.chosen], color="0.5", linewidth=1, linestyle=":", label="the chosen λ")
             panel.legend()
-        replace_file(path, partial(_save, figure=drawn, kind=path.suffix[1:]))
-
-
-def _save(path: Path, figure: Any, kind: str) -> None:
-    # The same figure is the same file: no date in it.
-    figure.savefig(path, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None})
+        replace_file(path, partial(save_figure, drawn=drawn, kind="svg" if path.suffix == ".svg" else "png"))

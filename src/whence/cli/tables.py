@@ -17,10 +17,11 @@ from whence.attribution.cost import Forecast
 from whence.attribution.sweep import DampingForecast
 from whence.cleaning import Cleaning
 from whence.exhibit import Exhibit
-from whence.report.clean import Suspect
-from whence.report.formatting import brief
+from whence.report.clean_page import Suspect
+from whence.report.formatting import brief, shorten
 from whence.solvers.auto import Choice, relative_error
-from whence.solvers.plan import Plan, format_bytes, format_duration
+from whence.solvers.plan import Plan
+from whence.units import format_bytes, format_duration
 
 __all__ = [
     "cleaning_as_json",
@@ -116,7 +117,7 @@ def _table(result: Attribution, rows: list[Row], name: str) -> Table:
 
 def _asked(exhibit: Exhibit) -> str:
     if exhibit.text is not None:
-        return f"{_line(exhibit.prompt or '', _WIDTH, end=True)} → {_line(exhibit.text, _WIDTH)}"
+        return f"{shorten(exhibit.prompt or '', _WIDTH, end=True)} → {shorten(exhibit.text, _WIDTH)}"
     parts = [exhibit.id or "", f"label {exhibit.label}" if exhibit.label else ""]
     parts.append(f"read as {exhibit.prediction}" if exhibit.prediction else "")
     return ", ".join(filter(None, parts))
@@ -126,16 +127,9 @@ def _glimpse(exhibit: Exhibit) -> str:
     pieces = [
         f"[{exhibit.label}]" if exhibit.label else "",
         exhibit.note or "",
-        _line(f"{exhibit.prompt or ''}{exhibit.text or ''}", _WIDTH),
+        shorten(f"{exhibit.prompt or ''}{exhibit.text or ''}", _WIDTH),
     ]
     return " ".join(filter(None, pieces))
-
-
-def _line(text: str, width: int, *, end: bool = False) -> str:
-    text = " ".join(text.split())
-    if len(text) <= width:
-        return text
-    return f"…{text[1 - width :]}" if end else f"{text[: width - 1]}…"
 
 
 def rows_as_json(result: Attribution, k: int) -> list[dict[str, object]]:

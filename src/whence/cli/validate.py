@@ -15,7 +15,7 @@ from whence.cli.inputs import Command, Inputs
 from whence.cli.options import AsJson, guarded
 from whence.cli.outcome import NOT_CONVERGED, out, print_json
 from whence.errors import OptionError, RunDirectoryError
-from whence.report.checks import LIMITS, NAMES, Validation
+from whence.report.checks import LIMITS, Validation
 from whence.runs import holds, read
 
 __all__ = ["parse_duration", "validate_command"]
@@ -97,8 +97,6 @@ def _show(console: Console, found: Validation) -> None:
     for check in found.checks:
         word = check.verdict if check.ran else "not run"
         console.print()
-        console.print(
-            Text(f"{word}: ", style=_STYLES[check.verdict]) + Text(NAMES.get(check.name, check.name))
-        )
+        console.print(Text(f"{word}: ", style=_STYLES[check.verdict]) + Text(check.question))
         console.print(Text(check.sentence))
     console.print(f"\n{LIMITS}", markup=False, style="dim")

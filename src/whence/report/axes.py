@@ -1,14 +1,22 @@
-"""Scales of figures: from a value to its place between 0 and 1, and which values to print at the axis."""
+"""Scales, from a value to its place between 0 and 1, and `Plot`: a figure with such a scale along either axis.
+
+Places along the horizontal axis are percentages and there is no ``viewBox``, so a figure stretches to any width while
+its letters and dots keep their size.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from whence.report.formatting import MINUS, SUPERSCRIPTS
+from markupsafe import Markup, escape
 
-__all__ = ["Linear", "Log", "Scale", "Steps", "SymLog", "tick_label"]
+from whence.report.formatting import tick_label
+
+__all__ = ["HEIGHT", "Linear", "Log", "Plot", "Scale", "Steps", "SymLog", "at", "level", "upright"]
+
+HEIGHT = 170  # of a figure's plotting area, in pixels
 
 
 class Scale(ABC):
@@ -28,9 +36,9 @@ class Scale(ABC):
     def __call__(self, value: float) -> float:
         """The value's place on the axis, 0 to 1; values beyond the ends are put at the ends."""
         start, end = self.bend(self.low), self.bend(self.high)
-        if not (math.isfinite(value) and end > start):
-            return 0.5 if not math.isfinite(value) or end == start else 0.0
-        return min(1.0, max(0.0, (self.bend(min(max(value, self.low), self.high)) - start) / (end - start)))
+        if not math.isfinite(value) or end <= start:
+            return 0.5
+        return (self.bend(min(max(value, self.low), self.high)) - start) / (end - start)
 
     def ticks(self, gap: float) -> list[float]:
         """Round values at least ``gap`` apart, as a part of the axis's length."""
@@ -129,20 +137,73 @@ class SymLog(Scale):
                     yield -factor * 10.0**k
 
 
-def tick_label(value: float) -> str:
-    """A round value, short.
+class Plot:
+    """A figure with a scale along either axis; what is added later lies on top.
 
-    Example:
-        >>> tick_label(-1000.0), tick_label(0.25), tick_label(1e-7)
-        ('−1,000', '0.25', '10⁻⁷')
+    Everything in it is made of numbers and of this module's own words, so it is safe markup.
     """
-    if value == 0:
-        return "0"
-    if 1e-3 <= abs(value) < 1e5:
-        return (
-            f"{value:,.4g}".replace("-", MINUS) if abs(value) < 1e4 else f"{value:,.0f}".replace("-", MINUS)
+
+    def __init__(self, across: Scale, up: Scale, height: int = HEIGHT) -> None:
+        self.across, self.up, self.height = across, up, height
+        self._parts: list[str] = []
+
+    def add(self, *parts: str) -> None:
+        """Draw these elements."""
+        self._parts += parts
+
+    def x(self, value: float) -> str:
+        """A value's place from the left, in percent of the width."""
+        return at(self.across(value))
+
+    def y(self, value: float) -> float:
+        """A value's place from the top, in pixels."""
+        return round(self.height * (1 - self.up(value)), 1)
+
+    def add_region(self, start: float, end: float, look: str) -> None:
+        """Shade what lies between two values, from top to bottom."""
+        low, high = self.across(start), self.across(end)
+        self.add(
+            f'<rect class="{look}" x="{at(low)}" width="{at(high - low)}" y="0" height="{self.height}"/>'
         )
-    power = math.floor(math.log10(abs(value)) + 1e-9)
-    factor = f"{abs(value) / 10.0**power:.3g}"
-    head = "" if factor == "1" else f"{factor}×"
-    return (MINUS if value < 0 else "") + head + "10" + str(power).translate(SUPERSCRIPTS)
+
+    def add_grid(self, values: Sequence[float] | None = None) -> None:
+        """Lines across with their values at the left."""
+        for value in self.up.ticks(0.16) if values is None else values:
+            y = self.y(value)
+            self.add(level(y, "grid"))
+            self.add(f'<text x="-7" y="{y + 4:.1f}" text-anchor="end">{tick_label(value)}</text>')
+
+    def finish(self, above: str, below: str, label: str, *, gap: float, drop: int = 0) -> Markup:
+        """The figure with its titles and the axis below.
+
+        Args:
+            above: what the vertical axis counts.
+            below: what the horizontal axis counts.
+            label: what the figure shows, for readers who do not see it.
+            gap: between two values of the horizontal axis, as a part of its length.
+            drop: room for marks between that axis and its values, in pixels.
+        """
+        height = self.height
+        self.add(f'<text class="title" x="-7" y="-8">{above}</text>', level(height, "axis"))
+        for value in self.across.ticks(gap):
+            self.add(upright(self.x(value), height, height + 4 + drop, "axis"))
+            self.add(f'<text x="{self.x(value)}" y="{height + 17 + drop}" text-anchor="middle">')
+            self.add(f"{tick_label(value)}</text>")
+        self.add(f'<text class="title" x="50%" y="{height + 34 + drop}" text-anchor="middle">{below}</text>')
+        role = f'role="img" aria-label="{escape(label)}"'
+        return Markup(f'<svg class="plot" width="100%" height="{height}" {role}>{"".join(self._parts)}</svg>')
+
+
+def at(place: float) -> str:
+    """A part of the width, in percent."""
+    return f"{100 * place:.2f}%"
+
+
+def upright(x: str, top: float, bottom: float, look: str) -> str:
+    """An upright line."""
+    return f'<line class="{look}" x1="{x}" x2="{x}" y1="{top}" y2="{bottom}"/>'
+
+
+def level(y: float, look: str, start: str = "0", end: str = "100%") -> str:
+    """A level line."""
+    return f'<line class="{look}" x1="{start}" x2="{end}" y1="{y}" y2="{y}"/>'

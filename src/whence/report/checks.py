@@ -52,6 +52,11 @@ class Check:
         if self.verdict not in get_args(Verdict):
             raise ValueError(f"a verdict is one of {', '.join(get_args(Verdict))}, not {self.verdict!r}")
 
+    @property
+    def question(self) -> str:
+        """What it answers."""
+        return NAMES.get(self.name, self.name)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -119,15 +124,21 @@ class Validation:
     @property
     def finished(self) -> bool:
         """Whether every check had its turn."""
-        return {check.name for check in self.checks} >= set(NAMES)
+        return not self._missing
+
+    @property
+    def _missing(self) -> list[str]:
+        return [name for name in NAMES if name not in {check.name for check in self.checks}]
 
     @property
     def summary(self) -> str:
         """The verdict in words."""
-        doubted = [check.name for check in self.checks if check.verdict == "doubt"]
-        open_ones = [check.name for check in self.checks if check.verdict == "cannot tell"]
-        if doubted:
-            text = f"Not as they stand: {_listed(doubted)} {_gives(doubted)} reason to doubt these scores."
+        said = {
+            verdict: [c.name for c in self.checks if c.verdict == verdict] for verdict in get_args(Verdict)
+        }
+        if doubted := said["doubt"]:
+            give = "gives" if len(doubted) == 1 else "give"
+            text = f"Not as they stand: {_listed(doubted)} {give} reason to doubt these scores."
         elif self.verdict == "trust":
             text = (
                 "As far as can be told without retraining, yes: the solver found what it looked for, and fine-tuning "
@@ -135,20 +146,16 @@ class Validation:
             )
         else:
             text = "Nothing that was checked speaks against these scores, and it is not enough to speak for them."
-        if open_ones:
-            text += f" Left open: {_listed(open_ones)}."
-        if not self.finished:
-            missing = [name for name in NAMES if name not in {check.name for check in self.checks}]
-            text += f" Not all was checked yet: {_listed(missing)} {_is(missing)} missing."
+        if said["cannot tell"]:
+            text += f" Left open: {_listed(said['cannot tell'])}."
+        if missing := self._missing:
+            are = "is" if len(missing) == 1 else "are"
+            text += f" Not all was checked yet: {_listed(missing)} {are} missing."
         return text
 
     def __str__(self) -> str:
-        lines = [self.summary]
-        lines += [
-            f"{check.verdict:>11}  {NAMES.get(check.name, check.name)} {check.sentence}"
-            for check in self.checks
-        ]
-        return "\n".join([*lines, LIMITS])
+        lines = [f"{check.verdict:>11}  {check.question} {check.sentence}" for check in self.checks]
+        return "\n".join([self.summary, *lines, LIMITS])
 
     def to_json(self) -> dict[str, Any]:
         """Lists, objects, words and finite numbers."""
@@ -187,15 +194,5 @@ def _pair(value: Sequence[float]) -> tuple[float, float]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    words = [
-        {"solver": "the solver", "batch": "the batch", "damping": "the damping"}.get(n, n) for n in names
-    ]
+    words = [f"the {name}" if name in ("solver", "batch", "damping") else name for name in names]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def _gives(names: Sequence[str]) -> str:
-    return "gives" if len(names) == 1 else "give"
-
-
-def _is(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"

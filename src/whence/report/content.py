@@ -1,4 +1,4 @@
-"""What a page shows, as plain data: `Report` holds `Question`s, which hold `Entry`s, and `Trust`.
+"""What the page of an attribution shows, as plain data: `Report` holds `Question`s, which hold `Entry`s, and `Trust`.
 
 Pages are made from these alone, so a saved run can be shown without torch, the model or the data.
 """
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from whence.exhibit import Exhibit
 from whence.report.checks import Validation
 
-__all__ = ["Entry", "Question", "Report", "Trust"]
+__all__ = ["Entry", "Floats", "Page", "Question", "Report", "Trust"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -117,28 +117,21 @@ class Trust:
     choice: str = ""
 
 
-@dataclass(frozen=True)
-class Report:
-    """Everything on a page.
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What every page says of itself.
 
     Attributes:
         title: heading.
-        questions: one per query.
-        trust: why to believe it.
-        confidence: of the intervals, such as 0.95.
         num_examples: training examples in all; ``num_scored`` of them were scored.
         not_scored: in words, what was left out and why; empty where everything was scored.
         score_method: how scores were computed, in words.
         settings: what reproduces the run: name -> value.
         versions: name -> version.
         seconds: phase -> duration.
-        validation: what checks of the scores found; None where they were not checked.
     """
 
     title: str
-    questions: tuple[Question, ...]
-    trust: Trust
-    confidence: float
     num_examples: int
     num_scored: int
     not_scored: str
@@ -146,4 +139,20 @@ class Report:
     settings: Mapping[str, str]
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Page):
+    """Everything on the page of an attribution.
+
+    Attributes:
+        questions: one per query.
+        trust: why to believe it.
+        confidence: of the intervals, such as 0.95.
+        validation: what checks of the scores found; None where they were not checked.
+    """
+
+    questions: tuple[Question, ...]
+    trust: Trust
+    confidence: float
     validation: Validation | None = None

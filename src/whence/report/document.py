@@ -1,4 +1,4 @@
-"""`document`: one of the templates as an HTML file that needs nothing but itself.
+"""`document`: a page as one HTML file that needs nothing but itself; and `Item`, an example in one of its lists.
 
 Styles, scripts, figures and images are inside, and the page's own policy forbids everything else: no request to
 any host, no script but the ones in ``templates/``, allowed by their hashes, whatever the data contain.
@@ -9,25 +9,133 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from whence.exhibit import Exhibit
 from whence.report import formatting
-from whence.report.untrusted import script_json, visible
+from whence.report.content import Page
+from whence.report.figures import verdict_mark
+from whence.report.untrusted import href, picture, script_json, visible
+from whence.units import format_duration
 
-__all__ = ["document"]
+__all__ = ["Item", "Token", "document", "shade", "words_to_filter"]
+
+LEVELS = 10  # depths of shading, each a class in style.css: the page's policy allows no inline styles
 
 
-def document(template: str, **values: Any) -> str:
-    """The template with these values, and with the styles, the scripts and the policy that all pages share."""
+@dataclass(frozen=True)
+class Item:
+    """A training example in a list.
+
+    Attributes:
+        index: its position in the training data.
+        rank: its place, as the list counts.
+        anchor: its address on the page.
+        exhibit: what to show of it.
+        value: its score; ``score`` and ``interval`` are what stands on the page, ``whisker`` the figure of both.
+        keys: what else the list can be sorted and filtered by, under the names that ``lists.js`` knows.
+        lines: further numbers: each a name, a text, and what to show at the pointer (nothing if empty).
+        tokens: the text, shaded.
+        tied: whether it could change places with the next.
+        disagrees: whether the model says something else than the label.
+    """
+
+    index: int
+    rank: int
+    anchor: str
+    exhibit: Exhibit
+    value: float
+    score: str
+    interval: str
+    whisker: Markup
+    keys: Mapping[str, float | str]
+    lines: Sequence[tuple[str, str, str]]
+    tokens: tuple[Token, ...] = ()
+    tied: bool = False
+    disagrees: bool = False
+
+    @property
+    def side(self) -> str:
+        """Class name of its sign."""
+        return "neg" if self.value < 0 else "pos" if self.value > 0 else "neither"
+
+    @property
+    def strongest(self) -> list[Token]:
+        """The tokens with the largest scores, for readers who see no colours or have no pointer."""
+        known = [token for token in self.tokens if math.isfinite(token.score) and token.score != 0]
+        return sorted(known, key=lambda token: -abs(token.score))[:5]
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token with its share of the example's score, and its class names in ``style.css``."""
+
+    text: str
+    score: float
+    look: str
+
+
+def shade(exhibit: Exhibit, scores: Sequence[float] | None) -> tuple[Token, ...]:
+    """The exhibit's tokens with their shading, deepest at the text's own largest score.
+
+    Empty if there are no tokens, or if scores and tokens do not match one to one: a shading that is off by one
+    would mislead, plain text does not.
+
+    Example:
+        >>> [t.look for t in shade(Exhibit(tokens=("a", "b", "c")), (2.0, -1.0, math.nan))]
+        ['t p10', 't n5', 't']
+    """
+    if not exhibit.tokens or scores is None or len(scores) != len(exhibit.tokens):
+        return ()
+    largest = max((abs(score) for score in scores if math.isfinite(score)), default=0.0)
+    tokens = []
+    for text, score in zip(exhibit.tokens, scores, strict=True):
+        level = round(LEVELS * abs(score) / largest) if largest > 0 and math.isfinite(score) else 0
+        shading = f" {'p' if score > 0 else 'n'}{level}" if level else ""
+        line_break = " nl" if text.strip(" ") == "\n" else ""
+        tokens.append(Token(text, score, f"t{shading}{line_break}"))
+    return tuple(tokens)
+
+
+def words_to_filter(words: Iterable[str | None], most: int = 40) -> list[str]:
+    """What to offer where a list can be filtered by words."""
+    return sorted({word for word in words if word})[:most]
+
+
+def document(
+    template: str, report: Page, *, reproduce: Mapping[str, Any] | None = None, **values: Any
+) -> str:
+    """A page as one HTML file, with the styles, the scripts and the policy that all pages share.
+
+    Args:
+        template: its name in ``templates/``.
+        report: what the page shows.
+        reproduce: what the page offers to copy, beside settings and versions.
+        values: what else the template uses.
+    """
     style = Markup(_source("style.css") + _source("figures.css") + _source("narrow_and_print.css"))
     theme, script = Markup(_source("theme.js")), Markup(_source("lists.js") + _source("reading.js"))
-    policy = _policy(style, theme, script)
-    shared = {"style": style, "theme": theme, "script": script, "policy": policy}
-    return _environment().get_template(template).render(**values, **shared)
+    copied = {"settings": dict(report.settings), **(reproduce or {}), "versions": dict(report.versions)}
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            report=report,
+            style=style,
+            theme=theme,
+            script=script,
+            policy=_policy(style, theme, script),
+            reproduce=copied,
+            **values,
+        )
+    )
 
 
 def _policy(style: str, *scripts: str) -> str:
@@ -64,9 +172,15 @@ def _environment() -> Environment:
     environment.filters.update(
         brief=formatting.brief,
         count=formatting.count,
-        duration=formatting.duration,
+        duration=format_duration,
+        href=href,
         percentage=formatting.percentage,
+        picture=picture,
+        plus_minus=formatting.plus_minus,
         pretty_json=lambda value: json.dumps(value, indent=2, ensure_ascii=False),
         script_json=script_json,
+        signed=formatting.signed,
+        verdict_mark=verdict_mark,
     )
+    environment.tests["finite"] = math.isfinite
     return environment

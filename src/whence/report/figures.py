@@ -1,8 +1,4 @@
-"""The page's figures, as SVG that takes its colours from the page's style sheet.
-
-Places along an axis are percentages and there is no ``viewBox``, so a figure stretches to any width while its
-letters and dots keep their size. Lines of many points sit in a nested ``svg`` that stretches.
-"""
+"""The pages' figures, as SVG that takes its colours from the style sheet."""
 
 from __future__ import annotations
 
@@ -12,10 +8,10 @@ from collections.abc import Iterable
 import numpy as np
 from markupsafe import Markup, escape
 
-from whence.report.axes import Linear, Log, Scale, Steps, SymLog, tick_label
+from whence.report.axes import HEIGHT, Linear, Log, Plot, Scale, Steps, SymLog, at, level, upright
 from whence.report.checks import Comparison, Verdict
 from whence.report.content import Entry, Floats
-from whence.report.formatting import brief, count
+from whence.report.formatting import brief, count, tick_label
 
 __all__ = [
     "agreement",
@@ -28,15 +24,14 @@ __all__ = [
     "whisker_scale",
 ]
 
-HEIGHT = 170  # of a figure's plotting area, in pixels
-SQUARE = 270  # the same where both axes count alike
+SQUARE = 270  # height of a figure whose axes count alike, in pixels
 PAIRS = 400  # in a scatter plot, at most
 BARS = 60
 POINTS = 240  # of a path; more than a screen shows
 PALETTE = 6  # colours of chains in style.css
 
 
-# --- a score with its interval --------------------------------------------------------------------------------
+# --- a score with its interval ---------------------------------------------------------------------------------
 
 
 def whisker_scale(entries: Iterable[Entry]) -> Linear:
@@ -44,36 +39,35 @@ def whisker_scale(entries: Iterable[Entry]) -> Linear:
     ends = [x for e in entries for x in (e.low, e.high, e.score) if math.isfinite(x)]
     low, high = min([0.0, *ends]), max([0.0, *ends])
     margin = 0.03 * (high - low) or 1.0
-    return Linear(
-        low - margin if low < 0 else low - margin / 2, high + margin if high > 0 else high + margin / 2
-    )
+    return Linear(low - (margin if low < 0 else margin / 2), high + (margin if high > 0 else margin / 2))
 
 
 def whisker(entry: Entry, scale: Linear) -> Markup:
     """A dot for the score, a bar for its interval, a line at zero. The numbers stand beside it in words."""
     side = "pos" if entry.score >= 0 else "neg"
-    zero = _line(scale(0.0), 0, 18, "zero")
-    if not math.isfinite(entry.score):
-        return _svg(zero, height=18, look="whisker")
-    bar = ""
-    if math.isfinite(entry.low) and math.isfinite(entry.high):
-        low, high = scale(entry.low), scale(entry.high)
-        caps = f'<line class="{side} cap" x1="{_at(low)}" x2="{_at(low)}" y1="5" y2="13"/>'
-        caps += f'<line class="{side} cap" x1="{_at(high)}" x2="{_at(high)}" y1="5" y2="13"/>'
-        bar = f'<line class="{side} bar" x1="{_at(low)}" x2="{_at(high)}" y1="9" y2="9"/>{caps}'
-    dot = f'<circle class="{side}" cx="{_at(scale(entry.score))}" cy="9" r="3.4"/>'
-    return _svg(zero + bar + dot, height=18, look="whisker")
+    parts = [upright(at(scale(0.0)), 0, 18, "zero")]
+    if math.isfinite(entry.score):
+        if math.isfinite(entry.low) and math.isfinite(entry.high):
+            ends = [at(scale(end)) for end in (entry.low, entry.high)]
+            parts.append(level(9, f"{side} bar", *ends))
+            parts += [upright(end, 5, 13, f"{side} cap") for end in ends]
+        parts.append(f'<circle class="{side}" cx="{at(scale(entry.score))}" cy="9" r="3.4"/>')
+    inside = "".join(parts)
+    return Markup(f'<svg class="whisker" width="100%" height="18" aria-hidden="true">{inside}</svg>')
 
 
 def whisker_axis(scale: Linear) -> Markup:
     """The scale that stands above a list's whiskers."""
-    parts = ['<line class="axis" x1="0" x2="100%" y1="21" y2="21"/>']
+    parts = [level(21, "axis")]
     for value in scale.ticks(0.22):
         place = scale(value)
         anchor = "start" if place < 0.08 else "end" if place > 0.92 else "middle"
-        parts.append(_line(place, 17, 21, "axis"))
-        parts.append(f'<text x="{_at(place)}" y="12" text-anchor="{anchor}">{tick_label(value)}</text>')
-    return _svg("".join(parts), height=22, look="whisker whisker-axis")
+        parts.append(upright(at(place), 17, 21, "axis"))
+        parts.append(f'<text x="{at(place)}" y="12" text-anchor="{anchor}">{tick_label(value)}</text>')
+    inside = "".join(parts)
+    return Markup(
+        f'<svg class="whisker whisker-axis" width="100%" height="22" aria-hidden="true">{inside}</svg>'
+    )
 
 
 # --- all scores ------------------------------------------------------------------------------------------------
@@ -101,48 +95,41 @@ def histogram(
         return None
     name, plural = names
     size = float(np.abs(scores).max()) or 1.0
-    threshold = noise if math.isfinite(noise) and 0 < noise < size else _typical(scores, size)
-    low = min(float(scores.min()), -threshold)
-    if scores.min() >= 0 and threshold != noise:  # what cannot be negative begins at zero
-        low = 0.0
+    noisy = math.isfinite(noise) and 0 < noise < size
+    # Without a known error, the axis turns logarithmic at the median, but within six decades.
+    threshold = noise if noisy else max(float(np.median(np.abs(scores))), 1e-6 * size)
+    begins_at_zero = scores.min() >= 0 and not noisy
+    low = 0.0 if begins_at_zero else min(float(scores.min()), -threshold)
     scale = SymLog(low, max(float(scores.max()), threshold), threshold)
     edges = _edges(scale)
     counts, _ = np.histogram(scores, bins=edges)
-    tallest = Linear(0.0, math.log1p(max(1, int(counts.max()))))
-    parts = [_region(scale(-threshold), scale(threshold), "noise")] if threshold == noise else []
-    k = 1
-    while k <= counts.max():
-        y = HEIGHT * (1 - tallest(math.log1p(k)))
-        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="-7" y="{y + 4:.1f}" text-anchor="end">{tick_label(float(k))}</text>')
-        k *= 10
+    most = max(1, int(counts.max()))
+    plot = Plot(scale, SymLog(0.0, float(most), 1.0))
+    if noisy:
+        plot.add_region(-threshold, threshold, "noise")
+    plot.add_grid([10.0**k for k in range(len(str(most)))])
     for number, low, high in zip(counts.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         if number == 0:
             continue
-        within = threshold == noise and max(abs(low), abs(high)) <= threshold * 1.001
+        within = noisy and max(abs(low), abs(high)) <= threshold * 1.001
         side = "unclear" if within else "pos" if low >= 0 else "neg"
-        height = HEIGHT * tallest(math.log1p(number))
-        tip = f"{count(number)} with {plural} from {brief(low, 2)} to {brief(high, 2)}"
         width = max(0.2, 100 * (scale(high) - scale(low)) - 0.15)
-        parts.append(
-            f'<rect class="{side}" x="{_at(scale(low))}" width="{width:.2f}%" y="{HEIGHT - height:.1f}" '
-            f'height="{height:.1f}"><title>{tip}</title></rect>'
+        top = plot.y(number)
+        plot.add(f'<rect class="{side}" x="{plot.x(low)}" width="{width:.2f}%" y="{top}" ')
+        plot.add(f'height="{HEIGHT - top:.1f}">')
+        plot.add(
+            f"<title>{count(number)} with {plural} from {brief(low, 2)} to {brief(high, 2)}</title></rect>"
         )
-    parts.append(_above("examples, by powers of ten"))
-    parts.append(_bottom_axis(scale, 0.13, f"{name}, even near zero, then by powers of ten", drop=12))
     for side, entries in (("pos", helpful), ("neg", harmful)):
-        for entry in entries:
-            if math.isfinite(entry.score):
-                parts.append(_line(scale(entry.score), HEIGHT + 3, HEIGHT + 12, f"{side} rug"))
-    label = (
-        f"Histogram of {count(scores.size)} {plural}, from {brief(scale.low, 3)} to {brief(scale.high, 3)}"
+        shown = [entry.score for entry in entries if math.isfinite(entry.score)]
+        plot.add(*(upright(plot.x(score), HEIGHT + 3, HEIGHT + 12, f"{side} rug") for score in shown))
+    return plot.finish(
+        "examples, by powers of ten",
+        f"{name}, even near zero, then by powers of ten",
+        f"Histogram of {count(scores.size)} {plural}, from {brief(scale.low, 3)} to {brief(scale.high, 3)}",
+        gap=0.13,
+        drop=12,
     )
-    return _svg("".join(parts), height=HEIGHT, look="plot", label=label)
-
-
-def _typical(scores: Floats, size: float) -> float:
-    """Where the axis turns logarithmic if no error is known: at the median, but within six decades."""
-    return max(float(np.median(np.abs(scores))), 1e-6 * size)
 
 
 def _edges(scale: SymLog) -> Floats:
@@ -169,35 +156,26 @@ def chain_paths(paths: Floats | None, tail: float, *, unit: str = "step") -> Mar
     if paths is None or paths.ndim != 2 or paths.shape[1] < 2 or not np.isfinite(paths).any():
         return None
     chains, steps = paths.shape
-    along = Steps(1.0, float(steps))
     drawn = np.unique(np.linspace(1, steps, min(steps, POINTS)).round().astype(int))
-    places = [along(step) for step in drawn.tolist()]
-    scale = _path_scale(paths[:, drawn - 1])
-    averaged = _averaged(steps, tail)
-    parts = [_region(along(steps - averaged + 1), 1.0, "tail")] if tail > 0 else []
-    parts.append(_left_axis(scale))
+    averaged = max(1, round(tail * steps))
+    plot = Plot(Steps(1.0, float(steps)), _path_scale(paths[:, drawn - 1]))
+    if tail > 0:
+        plot.add_region(steps - averaged + 1, steps, "tail")
+    plot.add_grid()
     for chain in range(chains):
         look = f"chain c{chain % PALETTE}"
-        parts.append(f'<svg x="0" y="0" width="100%" height="{HEIGHT}" viewBox="0 0 1000 {HEIGHT}" ')
-        parts.append('preserveAspectRatio="none">')
-        runs = _runs(places, paths[chain, drawn - 1], scale)
-        parts += [f'<polyline class="{look}" points="{points}"/>' for points in runs]
-        parts.append("</svg>")
+        # Many points sit in a picture of their own, which stretches with the figure.
+        plot.add(f'<svg x="0" y="0" width="100%" height="{HEIGHT}" viewBox="0 0 1000 {HEIGHT}" ')
+        plot.add('preserveAspectRatio="none">')
+        for points in _runs(drawn.tolist(), paths[chain, drawn - 1].tolist(), plot):
+            plot.add(f'<polyline class="{look}" points="{points}"/>')
+        plot.add("</svg>")
         mean = float(paths[chain, -averaged:].mean())
         if math.isfinite(mean):
-            y = HEIGHT * (1 - scale(mean))
-            parts.append(f'<svg x="100%" y="0" overflow="visible"><line class="{look} mean" x1="3" x2="13" ')
-            parts.append(f'y1="{y:.1f}" y2="{y:.1f}"/></svg>')
-    parts.append(_above("gᵀu"))
-    parts.append(_bottom_axis(along, 0.12, unit))
+            mark = level(plot.y(mean), f"{look} mean", "3", "13")
+            plot.add(f'<svg x="100%" y="0" overflow="visible">{mark}</svg>')
     how = f"in {chains} chains of" if chains > 1 else "of"
-    label = f"The solver's path {how} {count(steps)} {unit}s"
-    return _svg("".join(parts), height=HEIGHT, look="plot", label=label)
-
-
-def _averaged(steps: int, tail: float) -> int:
-    """How many of the last steps are averaged."""
-    return max(1, round(tail * steps))
+    return plot.finish("gᵀu", unit, f"The solver's path {how} {count(steps)} {unit}s", gap=0.12)
 
 
 def _path_scale(paths: Floats) -> Scale:
@@ -209,12 +187,12 @@ def _path_scale(paths: Floats) -> Scale:
     return Linear(low - margin, high + margin)
 
 
-def _runs(places: Iterable[float], path: Floats, scale: Scale) -> Iterable[str]:
+def _runs(steps: Iterable[int], path: Iterable[float], plot: Plot) -> Iterable[str]:
     """The path's points, cut where it is not finite."""
     points: list[str] = []
-    for place, value in zip(places, path.tolist(), strict=True):
+    for step, value in zip(steps, path, strict=True):
         if math.isfinite(value):
-            points.append(f"{1000 * place:.1f},{HEIGHT * (1 - scale(value)):.1f}")
+            points.append(f"{1000 * plot.across(step):.1f},{plot.y(value)}")
         elif points:
             yield " ".join(points)
             points = []
@@ -232,27 +210,26 @@ def eigenvalues(values: Floats | None, damping: float) -> Markup | None:
     kept = np.sort(values[np.isfinite(values) & (values > 0)])[::-1]
     if kept.size == 0:
         return None
-    known = [float(kept[0]), float(kept[-1])] + ([damping] if 0 < damping < math.inf else [])
-    scale = Log(min(known) / 1.5, max(known) * 1.5)
+    damped = 0 < damping < math.inf
+    known = [float(kept[0]), float(kept[-1]), *([damping] if damped else [])]
     ranks: Scale = Log(0.9, kept.size * 1.1) if kept.size > 30 else Linear(0.0, kept.size + 1.0)
-    positions = np.unique(np.geomspace(1, kept.size, min(kept.size, POINTS)).round().astype(int))
-    if kept.size <= POINTS:
-        positions = np.arange(1, kept.size + 1)
-    parts = [_left_axis(scale)]
+    positions = np.arange(1, kept.size + 1)
+    if kept.size > POINTS:
+        positions = np.unique(np.geomspace(1, kept.size, POINTS).round().astype(int))
+    plot = Plot(ranks, Log(min(known) / 1.5, max(known) * 1.5))
+    plot.add_grid()
     for rank in positions.tolist():
-        y = HEIGHT * (1 - scale(float(kept[rank - 1])))
-        tip = f"number {rank}: {brief(float(kept[rank - 1]))}"
-        parts.append(f'<circle class="eigenvalue" cx="{_at(ranks(rank))}" cy="{y:.1f}" r="2.6">')
-        parts.append(f"<title>{tip}</title></circle>")
-    if 0 < damping < math.inf:
-        y = HEIGHT * (1 - scale(damping))
-        parts.append(f'<line class="damping" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
+        value = float(kept[rank - 1])
+        plot.add(f'<circle class="eigenvalue" cx="{plot.x(rank)}" cy="{plot.y(value)}" r="2.6">')
+        plot.add(f"<title>number {rank}: {brief(value)}</title></circle>")
+    if damped:
+        y = plot.y(damping)
+        plot.add(level(y, "damping"))
         # Above the line at its left end the largest eigenvalues may be in the way; below it nothing is.
-        parts.append(f'<text class="damping" x="6" y="{y + (14 if y < HEIGHT - 18 else -6):.1f}">')
-        parts.append(f"damping λ = {brief(damping, 3)}</text>")
-    parts.append(_above("eigenvalue"))
-    parts.append(_bottom_axis(ranks, 0.15, "number, largest first"))
-    return _svg("".join(parts), height=HEIGHT, look="plot", label=f"The {kept.size} largest eigenvalues")
+        plot.add(f'<text class="damping" x="6" y="{y + (14 if y < HEIGHT - 18 else -6):.1f}">')
+        plot.add(f"damping λ = {brief(damping, 3)}</text>")
+    label = f"The {kept.size} largest eigenvalues"
+    return plot.finish("eigenvalue", "number, largest first", label, gap=0.15)
 
 
 # --- checks ----------------------------------------------------------------------------------------------------
@@ -280,98 +257,45 @@ def agreement(comparisons: Iterable[Comparison]) -> Markup | None:
     if not used:
         return None
     queries = len(used[0].fine_tuned)
-    sizes = [max((abs(c.fine_tuned[q]) for c in used), default=0.0) or 1.0 for q in range(queries)]
-    units = sizes if queries > 1 else [1.0]
+    units = [1.0]
+    if queries > 1:
+        units = [max(abs(c.fine_tuned[q]) for c in used) or 1.0 for q in range(queries)]
     pairs = [(comparison, q) for q in range(queries) for comparison in used]
     pairs = pairs[:: max(1, math.ceil(len(pairs) / PAIRS))]
     ends = [0.0]
-    for comparison, q in pairs:
-        for value, error in (
-            (comparison.influence[q], comparison.influence_error[q]),
-            (comparison.fine_tuned[q], comparison.fine_tuned_error[q]),
-        ):
-            ends += [value / units[q], (value - error) / units[q], (value + error) / units[q]]
+    for c, q in pairs:
+        both = ((c.influence[q], c.influence_error[q]), (c.fine_tuned[q], c.fine_tuned_error[q]))
+        ends += [end / units[q] for value, error in both for end in (value, value - error, value + error)]
     ends = [end for end in ends if math.isfinite(end)]
     margin = 0.04 * (max(ends) - min(ends)) or 1.0
     scale = Linear(min(ends) - margin, max(ends) + margin)
-    parts = [_left_axis(scale, SQUARE)]
-    parts.append(f'<line class="diagonal" x1="0" y1="{SQUARE}" x2="100%" y2="0"/>')
-    parts += [_pair(comparison, q, units[q], scale) for comparison, q in pairs]
+    plot = Plot(scale, scale, SQUARE)
+    plot.add_grid()
+    plot.add(f'<line class="diagonal" x1="0" y1="{SQUARE}" x2="100%" y2="0"/>')
+    plot.add(*(_pair(comparison, q, units[q], plot) for comparison, q in pairs))
     whole = "score" if queries == 1 else "score, as a part of the question’s largest"
-    parts.append(_above(f"by influence: {whole}"))
-    parts.append(_bottom_axis(scale, 0.2, "by fine-tuning", height=SQUARE))
     label = f"{count(len(pairs))} scores by influence against the same by fine-tuning"
-    return _svg("".join(parts), height=SQUARE, look="plot", label=label)
+    return plot.finish(f"by influence: {whole}", "by fine-tuning", label, gap=0.2)
 
 
-def _pair(comparison: Comparison, q: int, unit: float, scale: Linear) -> str:
+def _pair(comparison: Comparison, q: int, unit: float, plot: Plot) -> str:
     """One score in both ways: disc, diamond or ring for helpful, harmful and random examples."""
     score, truth = comparison.influence[q] / unit, comparison.fine_tuned[q] / unit
     wide, high = comparison.fine_tuned_error[q] / unit, comparison.influence_error[q] / unit
     if not (math.isfinite(score) and math.isfinite(truth)):
         return ""
-    x, y = scale(truth), SQUARE * (1 - scale(score))
+    x, y = plot.x(truth), plot.y(score)
     look = {"most helpful": "pos", "most harmful": "neg"}.get(comparison.kind, "other")
     tip = f"example {count(comparison.index)}, question {q + 1}: {brief(comparison.influence[q], 3)} by influence, "
     tip += f"{brief(comparison.fine_tuned[q], 3)} by fine-tuning"
     parts = [f'<g class="pair {look}"><title>{escape(tip)}</title>']
     if math.isfinite(high):
-        bottom, top = (SQUARE * (1 - scale(score + end)) for end in (-high, high))
-        parts.append(_line(x, round(top, 1), round(bottom, 1), f"{look} bar"))
+        parts.append(upright(x, plot.y(score + high), plot.y(score - high), f"{look} bar"))
     if math.isfinite(wide) and wide > 0:
-        ends = f'x1="{_at(scale(truth - wide))}" x2="{_at(scale(truth + wide))}"'
-        parts.append(f'<line class="{look} bar" {ends} y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(level(y, f"{look} bar", plot.x(truth - wide), plot.x(truth + wide)))
     if look == "neg":  # a square that stands on its corner, about where it is
-        parts.append(f'<svg x="{_at(x)}" y="{y:.1f}" overflow="visible">')
-        parts.append(
-            '<rect class="neg" x="-3.2" y="-3.2" width="6.4" height="6.4" transform="rotate(45)"/></svg>'
-        )
+        square = '<rect class="neg" x="-3.2" y="-3.2" width="6.4" height="6.4" transform="rotate(45)"/>'
+        parts.append(f'<svg x="{x}" y="{y}" overflow="visible">{square}</svg>')
     else:
-        parts.append(f'<circle class="{look}" cx="{_at(x)}" cy="{y:.1f}" r="3.6"/>')
+        parts.append(f'<circle class="{look}" cx="{x}" cy="{y}" r="3.6"/>')
     return "".join([*parts, "</g>"])
-
-
-# --- parts -----------------------------------------------------------------------------------------------------
-
-
-def _at(place: float) -> str:
-    return f"{100 * place:.2f}%"
-
-
-def _line(place: float, top: float, bottom: float, look: str) -> str:
-    return f'<line class="{look}" x1="{_at(place)}" x2="{_at(place)}" y1="{top}" y2="{bottom}"/>'
-
-
-def _region(start: float, end: float, look: str) -> str:
-    return f'<rect class="{look}" x="{_at(start)}" width="{_at(end - start)}" y="0" height="{HEIGHT}"/>'
-
-
-def _left_axis(scale: Scale, height: int = HEIGHT) -> str:
-    parts = []
-    for value in scale.ticks(0.16):
-        y = height * (1 - scale(value))
-        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="-7" y="{y + 4:.1f}" text-anchor="end">{tick_label(value)}</text>')
-    return "".join(parts)
-
-
-def _above(title: str) -> str:
-    """What the vertical axis counts, at its top."""
-    return f'<text class="title" x="-7" y="-8">{title}</text>'
-
-
-def _bottom_axis(scale: Scale, gap: float, title: str, *, drop: int = 0, height: int = HEIGHT) -> str:
-    """The axis below; ``drop`` leaves room for marks between it and its labels."""
-    parts = [f'<line class="axis" x1="0" x2="100%" y1="{height}" y2="{height}"/>']
-    for value in scale.ticks(gap):
-        parts.append(_line(scale(value), height, height + 4 + drop, "axis"))
-        label = f'<text x="{_at(scale(value))}" y="{height + 17 + drop}" text-anchor="middle">'
-        parts.append(f"{label}{tick_label(value)}</text>")
-    parts.append(f'<text class="title" x="50%" y="{height + 34 + drop}" text-anchor="middle">{title}</text>')
-    return "".join(parts)
-
-
-def _svg(inside: str, *, height: int, look: str, label: str | None = None) -> Markup:
-    """The element. Everything inside is made of numbers and of this module's own words, so it is safe markup."""
-    role = f'role="img" aria-label="{escape(label)}"' if label else 'aria-hidden="true"'
-    return Markup(f'<svg class="{look}" width="100%" height="{height}" {role}>{inside}</svg>')

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["brief", "count", "duration", "interval", "percentage", "plus_minus", "signed"]
+__all__ = ["brief", "count", "interval", "percentage", "plus_minus", "shorten", "signed", "tick_label"]
 
 MINUS, TIMES, INFINITY = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{INFINITY}"
-SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def interval(value: float, low: float, high: float) -> tuple[str, str]:
@@ -88,19 +88,31 @@ def percentage(share: float, digits: int = 3) -> str:
     return f"{100 * share:.{digits}g}%".replace("-", MINUS) if abs(share) < 10 else f"{100 * share:,.0f}%"
 
 
-def duration(seconds: float) -> str:
-    """A length of time.
+def tick_label(value: float) -> str:
+    """A round value at an axis, short.
 
     Example:
-        >>> duration(0.0042), duration(75.0), duration(7300.0)
-        ('4.2 ms', '75.0 s', '2.0 h')
+        >>> tick_label(-1000.0), tick_label(0.25), tick_label(1e-7), tick_label(-2e6)
+        ('−1,000', '0.25', '10⁻⁷', '−2×10⁶')
     """
-    if not math.isfinite(seconds):
-        return _special(seconds, plus=False)
-    for unit, size in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return brief(value)
+    power = math.floor(math.log10(abs(value)) + 1e-9)
+    factor = brief(value / 10.0**power, 3)
+    return (f"{factor}{TIMES}" if factor.strip(MINUS) != "1" else factor[:-1]) + _ten_to(power)
+
+
+def shorten(text: str, width: int, *, end: bool = False) -> str:
+    """Text on one line of at most so many characters: its beginning, or its end.
+
+    Example:
+        >>> shorten("one  two three", 8), shorten("one two three", 8, end=True)
+        ('one two…', '…o three')
+    """
+    text = " ".join(text.split())
+    if len(text) <= width:
+        return text
+    return f"…{text[1 - width :]}" if end else f"{text[: width - 1]}…"
 
 
 # --- parts ---------------------------------------------------------------------------------------------------
@@ -136,7 +148,11 @@ def _fixed(value: float, power: int, decimals: int, *, plus: bool = False) -> st
 
 
 def _exponent(power: int, value: float = 1.0) -> str:
-    return f"{TIMES}10{str(power).translate(SUPERSCRIPTS)}" if power and math.isfinite(value) else ""
+    return TIMES + _ten_to(power) if power and math.isfinite(value) else ""
+
+
+def _ten_to(power: int) -> str:
+    return "10" + str(power).translate(_SUPERSCRIPTS)
 
 
 def _significant(value: float, digits: int, *, plus: bool) -> str:

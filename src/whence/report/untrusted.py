@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from markupsafe import Markup
@@ -26,6 +25,7 @@ _CONTROL_NAMES = (
     "NUL SOH STX ETX EOT ENQ ACK BEL BS TAB LF VT FF CR SO SI "
     "DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US"
 )
+_SIGNATURES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"GIF87a": "gif", b"GIF89a": "gif"}
 _SMALL = 96  # pixels; images up to this size are enlarged without smoothing
 
 
@@ -74,46 +74,24 @@ def href(link: str | None) -> str | None:
     return quote(link, safe="/:?#[]@!$&'()*+,;=%~")
 
 
-@dataclass(frozen=True)
-class Picture:
-    """An image as a page holds it.
-
-    Attributes:
-        uri: the image itself, as a ``data:`` address.
-        width, height: in pixels, where the file says so; 0 where not.
-    """
+class Picture(NamedTuple):
+    """An image as a page holds it: a ``data:`` address, and whether to enlarge it pixel by pixel."""
 
     uri: str
-    width: int
-    height: int
-
-    @property
-    def small(self) -> bool:
-        """Whether it should be enlarged pixel by pixel."""
-        return 0 < max(self.width, self.height) <= _SMALL
+    small: bool
 
 
 def picture(data: bytes | None) -> Picture | None:
     """A PNG's bytes as a picture (JPEG, GIF and WebP pass too); None for anything else."""
-    if not data:
-        return None
-    kind = _image_kind(data)
+    data = data or b""
+    kind = next((kind for start, kind in _SIGNATURES.items() if data.startswith(start)), None)
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        kind = "webp"
     if kind is None:
         return None
-    width, height = 0, 0
-    if kind == "png" and len(data) >= 24:
-        width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-    return Picture(f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}", width, height)
-
-
-def _image_kind(data: bytes) -> str | None:
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "png"
-    if data.startswith(b"\xff\xd8\xff"):
-        return "jpeg"
-    if data.startswith((b"GIF87a", b"GIF89a")):
-        return "gif"
-    return "webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
+    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")  # of a PNG
+    small = kind == "png" and 0 < max(width, height) <= _SMALL
+    return Picture(f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}", small)
 
 
 def script_json(value: Any) -> Markup:

@@ -26,7 +26,7 @@ from whence.model.gauss_newton import GaussNewton
 from whence.model.memory import half_of_memory
 from whence.operators import LinearOperator
 from whence.preconditioners import LowRank, measure_quality
-from whence.solvers.plan import format_bytes
+from whence.units import format_bytes
 
 __all__ = ["WORKING_VECTORS", "Bounds", "affordable_rank", "copies_in_memory", "measure_bounds"]
 

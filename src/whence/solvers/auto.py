@@ -29,8 +29,9 @@ from whence.errors import OptionError
 from whence.preconditioners import Preconditioner
 from whence.solvers.cg import ConjugateGradient
 from whence.solvers.lissa import Lissa
-from whence.solvers.plan import Plan, format_bytes, format_duration, resolve_damping
+from whence.solvers.plan import Plan, resolve_damping
 from whence.spectrum import Spectrum
+from whence.units import format_bytes, format_duration
 
 __all__ = [
     "Alternative",

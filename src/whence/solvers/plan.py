@@ -15,8 +15,9 @@ from typing import Any
 
 from whence.errors import OptionError
 from whence.spectrum import Spectrum
+from whence.units import format_bytes, format_duration
 
-__all__ = ["Plan", "auto_damping", "check_damping", "format_bytes", "format_duration", "resolve_damping"]
+__all__ = ["Plan", "auto_damping", "check_damping", "resolve_damping"]
 
 #: κ = λmax/λ of the automatic damping.
 AUTO_CONDITION_NUMBER = 200.0
@@ -289,20 +290,3 @@ class Plan:
 def _ceil(x: float) -> int:
     """Ceiling that forgives rounding: 40.00000000001 is 40."""
     return math.ceil(x * (1 - 1e-9))
-
-
-def format_duration(seconds: float) -> str:
-    """Seconds, minutes or hours."""
-    for unit, size in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
-
-
-def format_bytes(count: float) -> str:
-    """In the unit that fits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -25,7 +25,8 @@ from whence.model.gauss_newton import GaussNewton
 from whence.model.memory import half_of_memory
 from whence.model.selection import ParameterFilter
 from whence.report.checks import NAMES, Check, Comparison
-from whence.solvers.plan import Plan, format_bytes, format_duration
+from whence.solvers.plan import Plan
+from whence.units import format_bytes, format_duration
 from whence.validation.condition import check_condition
 from whence.validation.damping import BASIS_BUDGET, damping_sweep
 from whence.validation.response import ProximalResponse, pbrf

@@ -1,0 +1,32 @@
+"""Times and sizes in the unit that a person would choose."""
+
+from __future__ import annotations
+
+__all__ = ["format_bytes", "format_duration"]
+
+
+def format_duration(seconds: float) -> str:
+    """A length of time in milliseconds, seconds, minutes or hours.
+
+    Example:
+        >>> format_duration(0.0042), format_duration(75.0), format_duration(7300.0)
+        ('4.2 ms', '75.0 s', '2.0 h')
+    """
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{1000 * seconds:.1f} ms" if 0 < seconds < 0.1 else f"{seconds:.1f} s"
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes, in powers of 1000.
+
+    Example:
+        >>> format_bytes(512), format_bytes(2.5e9)
+        ('512 B', '2.5 GB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
