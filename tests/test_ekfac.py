@@ -390,19 +390,19 @@ def test_some_examples_stand_for_all_with_unbiased_weights(examples: int) -> Non
     sums = per_example_matrices(gnh)  # of 5, 2, 4 and 4 terms
     weight = 4 / (gnh.num_terms * examples)  # and not one over the terms that were drawn
     assert_diagonal_of(P, weight * sums[drawn].sum(0), gnh)
-    assert P.num_terms == sum(gnh.terms.counts()[drawn].tolist())
+    assert P.terms == sum(gnh.terms.counts()[drawn].tolist())
 
 
 def test_what_it_cost() -> None:
     gnh = operator()
     exact = ekfac(gnh, 0.1, generator=generator(), examples=7)
-    assert (exact.num_terms, exact.num_passes) == (7, 2 * 4)
+    assert (exact.terms, exact.num_passes) == (7, 2 * 4)
     sampled = ekfac(gnh, 0.1, generator=generator(), curvature="sampled", samples=3)
-    assert (sampled.num_terms, sampled.num_passes) == (20, 2 * 3)
+    assert (sampled.terms, sampled.num_passes) == (20, 2 * 3)
     tokens = ekfac(
         bigrams(), 0.1, generator=generator()
     )  # 6 tokens times 17 are too many for an exact curvature; the embedding has passes of its own
-    assert (tokens.curvature, tokens.num_terms, tokens.num_passes) == ("sampled", 15, 2 + 2)
+    assert (tokens.curvature, tokens.terms, tokens.num_passes) == ("sampled", 15, 2 + 2)
 
 
 def test_micro_batches_do_not_matter() -> None:
