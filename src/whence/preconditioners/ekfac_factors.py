@@ -270,12 +270,14 @@ def _of_embeddings(ending: _Ending, batches: _Batches, scale: float) -> dict[str
     for name, lookups, g in _output_gradients(ending, batches):
         g = lookups.reaching(g)
         moments[name].addmm_(g.T, g)
-    bases = {name: torch.linalg.eigh(moment).eigenvectors.contiguous() for name, moment in moments.items()}
+    bases = {name: torch.linalg.eigh(moment).eigenvectors for name, moment in moments.items()}
     values = {name: torch.zeros_like(w) for name, w in weights.items()}
     for name, lookups, g in _output_gradients(ending, batches):
         lookups.add_squares(g, bases[name], values[name])
     return {
-        name: KroneckerBlock(layer.names["weight"], None, None, bases[name], values[name].mul_(scale))
+        name: KroneckerBlock(
+            layer.names["weight"], None, None, bases[name].contiguous(), values[name].mul_(scale)
+        )
         for name, layer in ending.layers.items()
     }
 
