@@ -72,57 +72,52 @@ class Quality:
         return self.condition_number < self.plain_condition_number
 
     @property
-    def _misses(self) -> bool:
-        return self.promised is not None and self.largest.value > _MUCH_LARGER * self.promised
-
-    @property
-    def _contradicts(self) -> bool:
-        return self.smallest.value < (1 - _RESOLVED) * self.proven
-
-    @property
-    def _invents(self) -> bool:
-        return self.smallest.value < _FAR_BELOW
-
-    @property
     def problems(self) -> tuple[str, ...]:
         """What is wrong with P, with numbers; empty if nothing is."""
+        return self._diagnosis()[0]
+
+    @property
+    def remedy(self) -> str | None:
+        """What the problems come from and what to do about them; None if there are none."""
+        return self._diagnosis()[1]
+
+    def _diagnosis(self) -> tuple[tuple[str, ...], str | None]:
+        largest, smallest = self.largest.value, self.smallest.value
+        misses = self.promised is not None and largest > _MUCH_LARGER * self.promised
+        contradicts = smallest < (1 - _RESOLVED) * self.proven
+        invents = smallest < _FAR_BELOW
         found = []
-        if self._misses:
+        if misses:
             found.append(
-                f"the largest eigenvalue of P⁻¹(H + λ) is {self.largest.value:.3g}, where rank {self.rank} promises "
+                f"the largest eigenvalue of P⁻¹(H + λ) is {largest:.3g}, where rank {self.rank} promises "
                 f"{self.promised:.3g}: P misses top eigenvectors of H"
             )
-        if self._contradicts:
+        if contradicts:
             found.append(
-                f"the smallest eigenvalue of P⁻¹(H + λ) is {self.smallest.value:.3g}, below the {self.proven:.3g} "
-                "proven for the operator that P was made from: this is another one, or its products are inaccurate"
+                f"the smallest eigenvalue of P⁻¹(H + λ) is {smallest:.3g}, below the {self.proven:.3g} proven for the "
+                "operator that P was made from: this is another one, or its products are inaccurate"
             )
-        elif self._invents:
+        elif invents:
             found.append(
-                f"the smallest eigenvalue of P⁻¹(H + λ) is {self.smallest.value:.3g}, far below 1: P has curvature "
-                "that H does not have"
+                f"the smallest eigenvalue of P⁻¹(H + λ) is {smallest:.3g}, far below 1: P has curvature that H does "
+                "not have"
             )
         if not self.improves:
             found.append(
                 f"the condition number is {self.condition_number:.3g} with P, and without it "
                 f"{self.plain_condition_number:.3g}"
             )
-        return tuple(found)
-
-    @property
-    def remedy(self) -> str | None:
-        """What the problems come from and what to do about them; None if there are none."""
-        if not self.problems:
-            return None
-        if self.terms is None or self._contradicts:
-            return "Make P from this operator, or solve without it"
-        if not (self._misses or self._invents):
-            return "Solve without P, or with a larger rank"
+        if not found:
+            return (), None
+        if self.terms is None or contradicts:
+            return tuple(found), "Make P from this operator, or solve without it"
+        if not (misses or invents):
+            return tuple(found), "Solve without P, or with a larger rank"
         cause, more = "P's eigenvectors have not converged", "more products (for Nyström, a larger rank)"
         if self.terms < self.num_terms:
             cause = f"{self.terms:,} of {self.num_terms:,} terms are too few to make P from, or {cause}"
             more = f"more terms, or {more}"
-        return f"Most likely {cause}. Use {more}"
+        return tuple(found), f"Most likely {cause}. Use {more}"
 
     @property
     def verdict(self) -> str:
