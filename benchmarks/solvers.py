@@ -136,7 +136,7 @@ def by_layers(race: Race) -> Curve:
 
 def _of_ekfac(race: Race, made: Ekfac) -> float:
     """Sample-products' worth of its backward passes, three forwards each; a product of q columns has 1 + 4q."""
-    return 3 * made.num_passes * made.num_terms / (1 + 4 * (race.problem.rhs.columns or 1))
+    return 3 * made.num_passes * made.terms / (1 + 4 * (race.problem.rhs.columns or 1))
 
 
 def _iterate(race: Race, name: str, preconditioner: Any, spent: float, begun: float) -> Curve:

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +363,16 @@ def test_another_damping_at_no_cost() -> None:
         P.with_damping(0.0)
 
 
+def test_its_fields_are_all_there_is() -> None:
+    gnh = bigrams()
+    P = ekfac(gnh, 0.1, generator=generator())
+    blocks = tuple(KroneckerBlock(**vars(block)) for block in P.blocks)
+    again = Ekfac(**{**vars(P), "blocks": blocks})
+    P.solve(v := gnh.zeros().randn_like(generator()))
+    assert set(vars(P)) == {field.name for field in fields(P)}  # nothing is remembered beside them
+    assert relative_error(again.solve(v), P.solve(v)) == 0.0
+
+
 def test_saving(tmp_path: Path) -> None:
     gnh = from_zoo("convnet")
     P = ekfac(gnh, 0.1, generator=generator())
@@ -390,19 +401,19 @@ def test_some_examples_stand_for_all_with_unbiased_weights(examples: int) -> Non
     sums = per_example_matrices(gnh)  # of 5, 2, 4 and 4 terms
     weight = 4 / (gnh.num_terms * examples)  # and not one over the terms that were drawn
     assert_diagonal_of(P, weight * sums[drawn].sum(0), gnh)
-    assert P.num_terms == sum(gnh.terms.counts()[drawn].tolist())
+    assert P.terms == sum(gnh.terms.counts()[drawn].tolist())
 
 
 def test_what_it_cost() -> None:
     gnh = operator()
     exact = ekfac(gnh, 0.1, generator=generator(), examples=7)
-    assert (exact.num_terms, exact.num_passes) == (7, 2 * 4)
+    assert (exact.terms, exact.num_passes) == (7, 2 * 4)
     sampled = ekfac(gnh, 0.1, generator=generator(), curvature="sampled", samples=3)
-    assert (sampled.num_terms, sampled.num_passes) == (20, 2 * 3)
+    assert (sampled.terms, sampled.num_passes) == (20, 2 * 3)
     tokens = ekfac(
         bigrams(), 0.1, generator=generator()
     )  # 6 tokens times 17 are too many for an exact curvature; the embedding has passes of its own
-    assert (tokens.curvature, tokens.num_terms, tokens.num_passes) == ("sampled", 15, 2 + 2)
+    assert (tokens.curvature, tokens.terms, tokens.num_passes) == ("sampled", 15, 2 + 2)
 
 
 def test_micro_batches_do_not_matter() -> None:
@@ -425,8 +436,15 @@ def test_randomness_comes_from_the_generator() -> None:
 # --- what is covered -----------------------------------------------------------------------------------------------
 
 
+class Narrow(nn.Linear):
+    """Takes more inputs than it uses."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input[..., :3])
+
+
 class Twice(nn.Module):
-    """One layer in three ways, between two that are as they should be."""
+    """One layer in some odd way, between two that are as they should be."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -440,6 +458,8 @@ class Twice(nn.Module):
             self.twin.weight = nn.Parameter(self.odd.weight.data)  # another parameter, the same numbers
         elif way == "hooked":
             self.odd.register_forward_hook(lambda module, inputs, output: 2 * output)
+        elif way == "narrow":
+            self.odd = Narrow(3, 5)
         elif way == "parametrised":
             nn.utils.parametrizations.weight_norm(self.odd)
         elif way == "half":
@@ -480,6 +500,7 @@ class Twice(nn.Module):
         ("rows of all examples", "not one row for each"),
         ("examples second", "not one row for each"),
         ("hooked", "used in another way"),
+        ("narrow", "used in another way"),
         ("parametrised", "parameter of (ParametrizationList|ParametrizedLinear)"),
         ("half", "torch.bfloat16; the factors need float32"),
     ],

@@ -286,7 +286,7 @@ def test_micro_batches_do_not_matter(make: Callable[[], GaussNewton]) -> None:
 
 def test_the_passes_of_embeddings_count() -> None:
     exact = ekfac(bag(), 0.1, generator=generator(), examples=7)
-    assert (exact.num_terms, exact.num_passes) == (7, 4 * CLASSES)
+    assert (exact.terms, exact.num_passes) == (7, 4 * CLASSES)
     sampled = ekfac(bag(), 0.1, generator=generator(), curvature="sampled", samples=3)
     assert sampled.num_passes == 4 * 3
     alone = ekfac(bag(gnh={"params": ["embed.*"]}), 0.1, generator=generator())
@@ -496,13 +496,3 @@ def test_saving(tmp_path: Path) -> None:
     for name in P.tensors():  # a factor that was lost is not taken for the identity
         with pytest.raises(RunDirectoryError, match=name):
             Ekfac.from_tensors({n: t for n, t in P.tensors().items() if n != name}, notes)
-
-
-def test_what_was_saved_before_embeddings_were_covered_still_loads() -> None:
-    gnh = bag()
-    P = without_embedding(ekfac(gnh, 0.1, generator=generator()), "embed.weight")
-    notes = {name: value for name, value in P.notes().items() if name != "identities"}
-    v = gnh.zeros().randn_like(generator())
-    again = Ekfac.from_tensors(P.tensors(), notes)
-    assert relative_error(again.solve(v), P.solve(v)) == 0.0
-    assert again.notes() == P.notes()

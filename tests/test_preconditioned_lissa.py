@@ -122,7 +122,6 @@ def test_it_is_plain_lissa_in_the_coordinates_of_the_root() -> None:
         terms=60,
         exact_for_terms=60,
         num_products=0,
-        num_term_products=0,
     )
     spectrum = exact_spectrum(A, P)
     preconditioned = Plan.preconditioned(spectrum)
@@ -188,7 +187,6 @@ def counterexample() -> tuple[FiniteSum, LowRank, Plan]:
         terms=256,
         exact_for_terms=256,
         num_products=2,
-        num_term_products=512,
     )
     return A, P, Plan.preconditioned(exact_spectrum(A, P))
 

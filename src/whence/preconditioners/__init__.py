@@ -1,10 +1,9 @@
 """Approximations of ``H + λ`` with cheap inverses, shared by all queries."""
 
-from whence.preconditioners.base import Preconditioner
+from whence.preconditioners.base import Preconditioned, Preconditioner
 from whence.preconditioners.deflation import deflation
 from whence.preconditioners.low_rank import LowRank
 from whence.preconditioners.nystrom import nystrom, settled_eigenvalues
-from whence.preconditioners.operator import Preconditioned
 from whence.preconditioners.quality import Quality, measure_quality
 
 __all__ = [

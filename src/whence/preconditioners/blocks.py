@@ -1,8 +1,8 @@
-"""A block of k vectors times a k × k matrix, in float64 and within the block's own memory.
+"""Blocks of k vectors times small matrices, in float64 and within the block's own memory.
 
-Preconditioners live on small differences: ``v - U D Uᵀv`` keeps λ/(Λ + λ) of v along a column of U, and what the inner
-products lose is magnified by (Λ + λ)/λ. So every sum here is in float64. A tensor is gone through a few thousand
-coordinates at a time, all columns together: nothing is ever held in float64 but a few megabytes.
+``v - U D Uᵀv`` keeps λ/(Λ + λ) of v along a column of U, and an error of the inner products is magnified by
+(Λ + λ)/λ. So every sum here is in float64. A tensor is read a few thousand coordinates at a time, all columns together:
+never more than a few megabytes are held in float64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whence.vectors import ParamVector
 
-__all__ = ["combine", "inner", "mix_", "precision", "slice_columns", "subtract_and_scale_"]
+__all__ = ["combine", "inner", "mix_", "precision", "subtract_and_scale_"]
 
 _NUMBERS_AT_ONCE = 2**19  # of all columns: 4 MB in float64, which stay in the cache
 
@@ -32,35 +32,36 @@ def inner(left: ParamVector, right: ParamVector) -> Tensor:
     return total
 
 
-def mix_(block: ParamVector, weights: Tensor) -> ParamVector:
-    """``Σ_i weights[i, j] · column i`` as column j, written over the block; at most as many columns as there were.
+def combine(
+    vectors: Sequence[ParamVector], weights: Tensor, *, out: ParamVector | None = None
+) -> ParamVector:
+    """``Σ_i weights[i, j] · vectors[i]`` as column j of a new block, or of ``out``, which may be some of the vectors.
 
-    Returns the block to go on with: the given one's storage is overwritten, or given up for a smaller one.
+    Args:
+        vectors: each single, or a block of one.
+        weights: ``[vectors, new columns]``.
+        out: a contiguous block to write into.
     """
-    columns = weights.shape[1]
-    mixed: dict[str, Tensor] = {}
-    for name in block:
-        rows = block[name].view(len(weights), -1)
-        turned = weights.T.to(rows.device)
-        for piece in _pieces(rows.shape[1], len(rows) + columns):
-            rows[:columns, piece] = (turned @ rows[:, piece].double()).to(rows.dtype)
-        own = block[name]
-        mixed[name] = own if columns == len(own) else own[:columns].clone()
-    return ParamVector(mixed, columns=columns)
-
-
-def combine(vectors: Sequence[ParamVector], weights: Tensor) -> ParamVector:
-    """``Σ_i weights[i, j] · vectors[i]`` as column j of a new block; each vector single, or a block of one."""
-    space = vectors[0]
-    block = (space if space.columns is None else space.column(0)).zeros(weights.shape[1])
-    for name in block:
-        rows = _rows(block, name)
+    if out is None:
+        out = vectors[0].unstack()[0].zeros(weights.shape[1])
+    for name in out:
+        rows = out[name].view(weights.shape[1], -1)
         turned = weights.T.to(rows.device)
         sources = [vector[name].reshape(-1) for vector in vectors]
         for piece in _pieces(rows.shape[1], len(sources) + len(rows)):
             stacked = torch.stack([source[piece] for source in sources]).double()
             rows[:, piece] = (turned @ stacked).to(rows.dtype)
-    return block
+    return out
+
+
+def mix_(block: ParamVector, weights: Tensor) -> ParamVector:
+    """The block times ``weights``, written over it; at most as many columns as there were.
+
+    Returns the block to go on with: the given one's storage is overwritten, or given up for a smaller one.
+    """
+    columns = weights.shape[1]
+    mixed = combine(block.unstack(), weights, out=block.part(0, columns))
+    return mixed if columns == block.columns else mixed.clone()
 
 
 def subtract_and_scale_(
@@ -82,11 +83,6 @@ def subtract_and_scale_(
             left = mine[:, piece].double().sub_(turned @ theirs[:, piece].double())
             mine[:, piece] = left.mul_(scale).to(mine.dtype)
     return vector
-
-
-def slice_columns(block: ParamVector, start: int, stop: int) -> ParamVector:
-    """Columns ``start`` to ``stop``, as a view."""
-    return ParamVector({name: tensor[start:stop] for name, tensor in block.items()}, columns=stop - start)
 
 
 def precision(vector: ParamVector) -> float:

@@ -1,21 +1,9 @@
 """Deflation: the top eigenpairs as Lanczos finds them, those that have converged.
 
-After m products from a random start, ``HQ = QT + βqeₘᵀ``. With ``Ts = θs``, the Ritz vector ``u = Qs`` has the
-residual ``Hu - θu = βs_m q``. All residuals point along the same q. With ``r = βs_m`` for each pair that is kept,
-
-    E = HU - UΘ = q rᵀ,       ‖EΘ^(-1/2)‖² = Σ r_i²/θ_i = s
-
-is the `slack` that `whence.preconditioners.low_rank` needs. ``P ≼ H + λ`` does not hold as it does for Nyström, but
-nearly, where s is small beside λ. So a Ritz pair is kept if ``|r| ≤ tolerance·√(θλ)``; what then couples u to the
-rest of the preconditioned operator, ``r/√((θ+λ)λ)``, is below the tolerance.
-
-**Rounding.** Products come with errors: ``E = q rᵀ + F``. One more product, with ``Uξ`` and random signs ξ, shows F,
-as what its residual has beyond ``rᵀξ`` along q: the mean square of that is ``‖F‖²``, over all entries. ``BBᵀ ≼ H``
-needs ``Θ ≽ UᵀHU``, which F may spoil, so Θ is raised by ‖F‖; to √s this adds at most ``2‖F‖/√θ_k``. Pairs that F could
-have made are dropped.
-
-*Beside Nyström*: for as many products, fewer but more accurate eigenpairs. The products come one after another, and do
-not share passes over the data; of an eigenvalue that H has several times, a single start sees one.
+A Ritz pair ``(θ, u)`` is kept if its residual is at most ``tolerance·√(θλ)``. Beside Nyström, as many products give
+fewer but more accurate eigenpairs. The products come one after another, and do not share passes over the data; of an
+eigenvalue that H has several times, a single start sees one. What this proves, and how the error of products enters, is
+derived in docs/math.md, "Deflation by Lanczos".
 
 Memory: a copy of the model for each product and for each pair kept, while it is made; then one for each pair.
 """
@@ -23,6 +11,7 @@ Memory: a copy of the model for each product and for each pair kept, while it is
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +26,7 @@ from whence.preconditioners.low_rank import (
     drawn_terms,
     orthonormal_correction,
 )
-from whence.spectrum.krylov import Krylov, krylov_space
+from whence.spectrum.krylov import krylov_space
 from whence.vectors import ParamVector
 
 __all__ = ["deflation"]
@@ -79,23 +68,21 @@ def deflation(
             f"tolerance is {tolerance}; give a positive number, infinity to keep every Ritz pair"
         )
     used, exact_for_terms, share = drawn_terms(operator, terms, generator)
-    krylov = krylov_space(used, operator.zeros().randn_like(generator), max_products=products)
-    values, rotation = _ritz(krylov)
-    residuals = krylov.off_diagonal[0, -1] * rotation[-1]  # with their signs along q
-    real = values > _LEAST_SHARE * precision(krylov.basis[0]) * values[0].abs()
+    basis, values, rotation, residuals = _ritz_pairs(used, operator.zeros().randn_like(generator), products)
+    spent = len(basis) + 1
+    real = values > _LEAST_SHARE * precision(basis[0]) * values[0].abs()
     if not bool(real.any()):
         raise SolverError(NO_CURVATURE)
     relative = residuals.abs() / (values.clamp_min(0.0) * damping).sqrt()
     kept = (real & (relative <= tolerance)).nonzero().flatten()[:rank]
     if not len(kept):
         raise SolverError(
-            f"no Ritz pair has converged in {krylov.num_products} products: the best residual is "
+            f"no Ritz pair has converged in {len(basis)} products: the best residual is "
             f"{float(relative[real].min()):.2g} of √(θλ), the tolerance {tolerance:g}. Use more products, a larger "
             "damping, or Nyström"
         )
-    vectors = combine(krylov.basis, rotation[:, kept])
-    spent = krylov.num_products + 1
-    del krylov  # its basis is one copy of the model for each product
+    vectors = combine(basis, rotation[:, kept])
+    del basis  # one copy of the model for each product
     values, residuals, correction = values[kept], residuals[kept], orthonormal_correction(vectors)
     error = _error(used, vectors, correction, values, residuals, generator)
     clear = values > 4 * error
@@ -118,16 +105,18 @@ def deflation(
         terms=used.num_terms,
         exact_for_terms=exact_for_terms,
         num_products=spent,
-        num_term_products=spent * used.num_terms,
         share=share,
     )
 
 
-def _ritz(krylov: Krylov) -> tuple[Tensor, Tensor]:
-    """θ, falling, and s, a column for each."""
-    beside = torch.diag(krylov.off_diagonal[0, :-1], 1)
-    values, rotation = torch.linalg.eigh(torch.diag(krylov.diagonal[0]) + beside + beside.T)
-    return values.flip(0), rotation.flip(1)
+def _ritz_pairs(
+    operator: LinearOperator, start: ParamVector, products: int
+) -> tuple[Sequence[ParamVector], Tensor, Tensor, Tensor]:
+    """Lanczos: the basis Q, θ falling, the columns s of ``u = Qs``, and the residuals ``βs_m`` with their signs."""
+    krylov = krylov_space(operator, start, max_products=products)
+    values, rotation = torch.linalg.eigh(krylov.tridiagonal()[0])
+    values, rotation = values.flip(0), rotation.flip(1)
+    return krylov.basis, values, rotation, krylov.off_diagonal[0, -1] * rotation[-1]
 
 
 def _error(
@@ -141,10 +130,8 @@ def _error(
     """‖F‖: what ``HUξ - UΘξ`` has beyond the residual that the recurrence knows of, or rounding where that is more."""
     bits = torch.randint(0, 2, (len(values),), generator=generator, device=generator.device)
     signs = bits.cpu().double() * 2 - 1
-    columns = vectors.unstack()
-    probe = combine(columns, (correction @ signs).unsqueeze(1)).column(0)
-    left = operator.matvec(probe)
-    left.axpy_(-1.0, combine(columns, (correction @ (values * signs)).unsqueeze(1)).column(0))
+    pair = combine(vectors.unstack(), correction @ torch.stack([signs, values * signs], 1))  # Uξ and UΘξ
+    left = operator.matvec(pair.column(0)).axpy_(-1.0, pair.column(1))
     beyond = float(inner(left, left)) - float(residuals @ signs) ** 2
     rounding = precision(vectors) * math.sqrt(len(values)) * float(values[0])
     return _SAFETY * max(math.sqrt(max(beyond, 0.0)), rounding)

@@ -1,38 +1,10 @@
-"""`LowRank`: the top of the spectrum is inverted, the rest of it is left to λ.
+"""`LowRank`: a preconditioner that inverts the top of the spectrum and leaves the rest of it to λ.
 
-    P = U(Λ + λ)Uᵀ + λ(I - UUᵀ) = λ + UΛUᵀ,       P⁻¹v = (v - U Λ/(Λ+λ) Uᵀv) / λ
+    P = λ + UΛUᵀ,       P⁻¹v = (v - U Λ/(Λ+λ) Uᵀv) / λ
 
-with k orthonormal columns U and eigenvalues Λ > 0. Where they are H's own top k, ``P⁻¹(H + λ)`` is the identity on
-U and at most (λ_{k+1} + λ)/λ elsewhere: that is the condition number in place of (λ₁ + λ)/λ.
-
-**What is proven of the smallest eigenvalue.** Write ``U√Λ = B + D`` with ``BBᵀ ≼ H``, and let ``s ≥ ‖D‖²`` (`slack`).
-For every t > 0, ``(B+D)(B+D)ᵀ ≼ (1+t)BBᵀ + (1+1/t)DDᵀ``, so that
-
-    P  ≼  λ + (1+t)H + (1+1/t)s  ≼  max(1 + t, 1 + (1+1/t)s/λ) (H + λ).
-
-The two are equal at ``t² = (1+t)s/λ``, and then the eigenvalues of ``P⁻¹(H + λ)`` are at least ``1/(1+t)``: 1 for
-D = 0, nearly 1 - √(s/λ) for a small D, and never zero.
-
-**Made from a part of the terms.** Let H_S stand where H stands above: a mean over drawn terms of H, all of them ≽ 0. H
-holds these terms as well, so that ``c·H_S ≼ H`` with a known c, the `share` (`LinearOperator.share_of_whole`; m/n for m
-of n terms, all different). Then ``BBᵀ ≼ H_S ≼ H/c``, and
-
-    P  ≼  λ + (1+t)H/c + (1+1/t)s  ≼  max((1+t)/c, 1 + (1+1/t)s/λ) (H + λ).
-
-The two are equal at ``t² + (1 - c - cs/λ)t = cs/λ``, and the eigenvalues are at least ``c/(1+t)``.
-
-**Shrunk.** Over few terms the top eigenvalues come out too large, and P has curvature that H has not. With θΛ in place
-of Λ and θs in place of s, c/θ takes the place of c, up to 1. At θ = c all eigenvalues of ``P⁻¹(H + λ)`` are at least
-``1/(1+t)`` again. Those along U then lie together near 1/c, where conjugate gradients find them in few steps, and the
-bound of their error is as sharp as with a P from all terms: see `LowRank.shrunk`.
-
-*Nyström*: ``B = HΩ(ΩᵀHΩ)^(-1/2)``, and D is rounding. *Ritz vectors* with ``HU = UΘ + E``, ``UᵀE = 0``: from
-``U√Θ = HUΘ^(-1/2) - EΘ^(-1/2)``, B is the same with Ω = U, and D comes from the residual E.
-
-For an H that P was made neither from nor from a part of, B means nothing; but ``H + λ ≽ λ`` and ``P ≼ Λ₁ + λ`` still
-give ``λ/(Λ₁+λ)``.
-
-Memory: k copies of the model, for as long as P is needed.
+with k orthonormal columns U and eigenvalues Λ > 0. Where they are H's own top k, ``P⁻¹(H + λ)`` is the identity on U
+and at most (λ_{k+1} + λ)/λ elsewhere; this is the condition number in place of (λ₁ + λ)/λ. There are two ways to make
+one, `nystrom` and `deflation`. Memory: k copies of the model, for as long as P is needed.
 """
 
 from __future__ import annotations
@@ -47,7 +19,7 @@ from torch import Tensor
 
 from whence.errors import OptionError, VectorError
 from whence.operators import Damped, LinearOperator
-from whence.preconditioners.base import Preconditioner
+from whence.preconditioners.base import Preconditioner, check_damping
 from whence.preconditioners.blocks import inner, subtract_and_scale_
 from whence.vectors import ParamVector
 
@@ -58,23 +30,15 @@ NO_CURVATURE = (
     "parameters, or the model is certain of every answer. There is nothing to precondition"
 )
 
-_PREFIX = "vectors/"
-_NOTES = (
-    "damping",
-    "slack",
-    "settled",
-    "terms",
-    "exact_for_terms",
-    "num_products",
-    "num_term_products",
-    "share",
-    "scale",
-)
+_NOTES = ("damping", "slack", "settled", "terms", "exact_for_terms", "num_products", "share", "scale")
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank(Preconditioner):
     """``P = λ + UΛUᵀ`` with k orthonormal columns U, as `nystrom` and `deflation` make it.
+
+    What is proven of it rests on ``U√Λ = B + D`` with ``BBᵀ ≼ H`` and a known ``s ≥ ‖D‖²``. See docs/math.md,
+    "Low-rank preconditioners".
 
     Attributes:
         vectors: U, a block of k columns, orthonormal but for the rounding of its entries.
@@ -89,7 +53,6 @@ class LowRank(Preconditioner):
         exact_for_terms: number of terms of the operator that ``slack`` and ``share`` hold for, or None where nothing is
             proven for the one that P is used on: see `for_operator`.
         num_products: products spent on making it.
-        num_term_products: terms gone through in them.
         share: c, in [0, 1]: so much of what P was made from is part of the operator that it is for. 1 where these are
             one and the same, 0 where nothing is known.
         scale: θ: Λ is so many times what was found. 1 unless P is `shrunk`.
@@ -114,23 +77,19 @@ class LowRank(Preconditioner):
     terms: int
     exact_for_terms: int | None
     num_products: int
-    num_term_products: int
     share: float = 1.0
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        rank = self.vectors.columns
-        if rank is None or self.eigenvalues.shape != (rank,) or self.correction.shape != (rank, rank):
+        rank, values = self.vectors.columns, self.eigenvalues
+        if rank is None or values.shape != (rank,) or self.correction.shape != (rank, rank):
             raise VectorError(
                 f"a low-rank preconditioner needs a block of k vectors, k eigenvalues and a k × k correction; got "
-                f"{self.vectors!r}, {tuple(self.eigenvalues.shape)} and {tuple(self.correction.shape)}"
+                f"{self.vectors!r}, {tuple(values.shape)} and {tuple(self.correction.shape)}"
             )
-        values = self.eigenvalues
-        if not (bool(torch.isfinite(values).all()) and bool((values > 0).all())) or bool(
-            (values.diff() > 0).any()
-        ):
+        if not bool((values.isfinite() & (values > 0)).all()) or bool((values.diff() > 0).any()):
             raise VectorError(f"eigenvalues must be positive and falling, got {values.tolist()}")
-        _check_damping(self.damping)
+        check_damping(self.damping)
         if not self.slack >= 0:
             raise OptionError(f"slack is {self.slack}; it bounds the square of a norm")
         if not 1 <= self.settled <= rank:
@@ -141,6 +100,8 @@ class LowRank(Preconditioner):
             )
         if not 0 < self.scale <= 1:
             raise OptionError(f"scale is {self.scale}; it is what eigenvalues were multiplied by, in (0, 1]")
+        for name in ("eigenvalues", "correction"):  # k × k algebra is done there, wherever U is
+            object.__setattr__(self, name, getattr(self, name).cpu())
 
     # --- the preconditioner ------------------------------------------------------------------------------
 
@@ -159,17 +120,20 @@ class LowRank(Preconditioner):
 
     @property
     def smallest(self) -> float:
-        """A proven lower bound of the eigenvalues of ``P⁻¹(H + λ)``, derived at the top of this file.
+        """A proven lower bound of the eigenvalues of ``P⁻¹(H + λ)``; `for_operator` says for which H.
 
-        ``c/(1+t)`` with c the `share` for the operator that P was made from, or from a part of; and ``λ/(Λ₁+λ)`` for
-        any: `for_operator` says which of them holds. Both are lowered by what k × k algebra in float64 may lose, which
-        is some kΛ₁/λ of its last digit.
+        For the operator that P was made from, or from a part of, it is ``c/(1+t)`` with c the `share` and t the
+        positive root of ``t² + (1 - c - cs/λ)t = cs/λ``; for any other it is ``λ/(Λ₁+λ)``. Both are lowered by what
+        k × k algebra in float64 may lose, some kΛ₁/λ of its last digit.
         """
         top = float(self.eigenvalues[0]) / self.damping
         lost = 1 + 4 * self.rank * torch.finfo(torch.float64).eps * top
         bound = 1 / (1 + top)
         if self.exact_for_terms is not None:
-            bound = max(bound, self.share / (1 + _spread(self.share, self.slack / self.damping)))
+            ratio = self.share * self.slack / self.damping
+            linear = 1 - self.share - ratio
+            t = 0.5 * (math.hypot(linear, 2 * math.sqrt(ratio)) - linear)
+            bound = max(bound, self.share / (1 + t))
         return bound / lost
 
     # --- others like it ----------------------------------------------------------------------------------
@@ -178,6 +142,11 @@ class LowRank(Preconditioner):
     def rank(self) -> int:
         """How many eigenpairs: k."""
         return len(self.eigenvalues)
+
+    @property
+    def num_term_products(self) -> int:
+        """Terms gone through in the products that it was made from."""
+        return self.num_products * self.terms
 
     @property
     def promised_largest(self) -> float:
@@ -195,17 +164,12 @@ class LowRank(Preconditioner):
     def shrunk(self, factor: float | None = None) -> LowRank:
         """The same U with θΛ: for conjugate gradients with a P made from a small part of the terms. No copies.
 
-        On digits (1,400 terms, κ = 1000, one query), iterations until the error is below 0.2 of the scores, and until
-        that is proven, with Nyström's P of rank 30 from so many terms:
-
-            terms       no P       70        140       350       1,400
-            as made     21, 24     12, 22    10, 18    9, 13     8, 9
-            shrunk                 10, 12     9, 10    8, 9
-
-        It pays as long as the share is well above λ/λmax; where ``θΛ₁ < λ``, P does nothing.
+        Over few terms the top eigenvalues come out too large; at θ = c, `smallest` is 1 again but for the slack. It
+        pays as long as the share is well above λ/λmax; where ``θΛ₁ < λ``, P does nothing. Derived and measured in
+        docs/math.md, "Low-rank preconditioners".
 
         Args:
-            factor: θ, in (0, 1]; by default the share, at which `smallest` is 1 but for the slack.
+            factor: θ, in (0, 1]; by default the share.
         """
         theta = self.share if factor is None else factor
         if not 0 < theta <= 1:
@@ -235,7 +199,7 @@ class LowRank(Preconditioner):
 
     def tensors(self) -> dict[str, Tensor]:
         """What to write, by names; with `notes` all that `from_tensors` needs."""
-        named = {_PREFIX + name: tensor for name, tensor in self.vectors.items()}
+        named = {f"vectors/{name}": tensor for name, tensor in self.vectors.items()}
         return {"eigenvalues": self.eigenvalues, "correction": self.correction, **named}
 
     def notes(self) -> dict[str, Any]:
@@ -245,9 +209,10 @@ class LowRank(Preconditioner):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> LowRank:
         """Inverse of `tensors` and `notes`, bit for bit."""
-        own = {name[len(_PREFIX) :]: t for name, t in tensors.items() if name.startswith(_PREFIX)}
-        missing = [name for name in ("eigenvalues", "correction") if name not in tensors]
+        small = ("eigenvalues", "correction")
+        missing = [name for name in small if name not in tensors]
         missing += [name for name in _NOTES if name not in notes]
+        own = {name.removeprefix("vectors/"): t for name, t in tensors.items() if name not in small}
         if missing or not own:
             raise VectorError(
                 f"these tensors are no low-rank preconditioner: missing {', '.join(missing) or 'its vectors'}. "
@@ -255,24 +220,20 @@ class LowRank(Preconditioner):
             )
         return cls(
             vectors=ParamVector(own, columns=len(tensors["eigenvalues"])),
-            eigenvalues=tensors["eigenvalues"].cpu(),
-            correction=tensors["correction"].cpu(),
+            eigenvalues=tensors["eigenvalues"],
+            correction=tensors["correction"],
             **{name: notes[name] for name in _NOTES},
         )
 
 
-def orthonormal_correction(block: ParamVector) -> Tensor:
-    """``(UᵀU)^(-1/2)`` in float64, of a block that is orthonormal but for rounding."""
-    values, vectors = torch.linalg.eigh(inner(block, block))
-    correction: Tensor = (vectors / values.sqrt()) @ vectors.T
-    return correction
+# --- what both ways to make one share --------------------------------------------------------------------
 
 
 def check_rank(operator: LinearOperator, damping: float, rank: int) -> None:
     """Refuse what no low-rank preconditioner can be made with, before any product."""
     if isinstance(operator, Damped):
         raise OptionError("a preconditioner is made from the operator itself; pass `damped.operator` and λ")
-    _check_damping(damping)
+    check_damping(damping)
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise OptionError(
             f"rank is {rank!r}; give a whole number of at least 1: so many copies of the model are kept"
@@ -291,12 +252,8 @@ def drawn_terms(
     return drawn, operator.num_terms if share > 0 else None, share
 
 
-def _spread(share: float, ratio: float) -> float:
-    """The t at which the bound is best, from c and s/λ."""
-    linear = 1 - share - share * ratio
-    return 0.5 * (math.hypot(linear, 2 * math.sqrt(share * ratio)) - linear)
-
-
-def _check_damping(damping: float) -> None:
-    if not 0 < damping < math.inf:
-        raise OptionError(f"damping must be a positive number, got {damping}; λmax/200 is a good start")
+def orthonormal_correction(block: ParamVector) -> Tensor:
+    """``(UᵀU)^(-1/2)`` in float64, of a block that is orthonormal but for rounding."""
+    values, vectors = torch.linalg.eigh(inner(block, block))
+    correction: Tensor = (vectors / values.sqrt()) @ vectors.T
+    return correction

@@ -2,19 +2,8 @@
 
     N = Y(M + ν)⁻¹Yᵀ = UΛUᵀ,       Y = HΩ,   M = ΩᵀY,   Ω of k normal columns
 
-**N ≼ H**, as ``H - HΩ(ΩᵀHΩ)⁻¹ΩᵀH = √H(I - Π)√H`` with Π the orthogonal projector on √HΩ. A shift ν makes N smaller.
-
-**Rounding.** Products come with errors, ``Y = HΩ + E``, and so does M, with ``ΩᵀE``. But for them M is symmetric:
-``M_ij - M_ji`` is the difference of two errors ⟨ω, e⟩ with normal ω, and has the mean square ``2‖e‖²``. That tells
-the error ‖e‖ of one product for nothing, be it from rounding, low precision or finite differences. A symmetric
-k × k matrix of such errors has a norm of about 2√k‖e‖; with twice that as ν, ``M + ν ≽ ΩᵀHΩ``, and
-
-    U√Λ = B + D,       B = HΩ(M + ν)^(-1/2) up to a rotation,   BBᵀ ≼ H,   ‖D‖ ≤ ‖E‖‖(M + ν)^(-1/2)‖
-
-up to the rounding of U: what `whence.preconditioners.low_rank` needs. Eigenpairs that D could have made are dropped.
-
-**What to expect.** ``‖H - N‖`` is on average about twice λ_{k/2}, and more where the spectrum falls slowly. The later
-half of Λ is too small; it is kept, as it makes N better all the same.
+``N ≼ H``, and on average ``‖H - N‖`` is about twice λ_{k/2}. The shift ν allows for the error of products, which the
+asymmetry of M shows for nothing. Derived in docs/math.md, "The Nyström approximation".
 
 Memory: k copies of the model, and three more for each of the columns ``at_once``; Ω is never held whole.
 """
@@ -29,7 +18,7 @@ from torch import Tensor
 
 from whence.errors import OptionError, SolverError, VectorError
 from whence.operators import LinearOperator
-from whence.preconditioners.blocks import inner, mix_, precision, slice_columns
+from whence.preconditioners.blocks import inner, mix_, precision
 from whence.preconditioners.low_rank import (
     NO_CURVATURE,
     LowRank,
@@ -89,7 +78,6 @@ def nystrom(
         terms=used.num_terms,
         exact_for_terms=exact_for_terms,
         num_products=columns,
-        num_term_products=columns * used.num_terms,
         share=share,
     )
 
@@ -121,15 +109,15 @@ def _products(
             tests = operator.zeros(stop - start)
             for column in tests.unstack():  # one by one, so that grouping does not change what is drawn
                 column.copy_(column.randn_like(generator))
-            slice_columns(block, start, stop).copy_(operator.matvec(tests))
-            met = inner(tests, slice_columns(block, 0, stop))
+            block.part(start, stop).copy_(operator.matvec(tests))
+            met = inner(tests, block.part(0, stop))
             before, own = met[:, :start], met[:, start:]
             above = torch.ones_like(own).triu(1) > 0
             squares.append(0.5 * (own - own.T)[above].square())
             if first is None:
                 first = tests
             else:
-                back = inner(first, slice_columns(block, start, stop))
+                back = inner(first, block.part(start, stop))
                 squares.append(0.5 * (before[:, : len(back)] - back.T).square().flatten())
             matrix[start:stop, :start] = before
             matrix[:start, start:stop] = before.T

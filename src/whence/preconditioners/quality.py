@@ -1,8 +1,8 @@
 """Whether a preconditioner is as good as it looks: the ends of the spectrum of ``P⁻¹(H + λ)``, measured.
 
-A preconditioner from eigenvectors that have not converged, or from too few terms, is still positive definite, and
-solvers run with it; they are only slow. A few products of ``P^(-1/2)(H + λ)P^(-1/2)`` by Lanczos show it. Ritz
-values lie inside the spectrum: the largest eigenvalue is at least the one measured, the smallest at most.
+A preconditioner made from eigenvectors that have not converged, or from too few terms, is still positive definite, and
+solvers run with it; they are only slow. A few products of ``P^(-1/2)(H + λ)P^(-1/2)`` by Lanczos show it. Ritz values
+lie inside the spectrum: the largest eigenvalue is at least the largest of them, the smallest at most the smallest.
 
     largest     rank k promises about (Λ_k + λ)/λ; much more means that U misses top eigenvectors of H
     smallest    1 for eigenvectors of H; much less means that P has curvature which H does not have
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from whence.errors import OptionError
 from whence.operators import Damped, LinearOperator
-from whence.preconditioners.base import Preconditioner
+from whence.preconditioners.base import Preconditioned, Preconditioner
 from whence.preconditioners.low_rank import LowRank
-from whence.preconditioners.operator import Preconditioned
 from whence.spectrum import Estimate, LanczosResult, lanczos
 
 __all__ = ["Quality", "measure_quality"]
@@ -38,25 +38,28 @@ class Quality:
         largest: largest Ritz value of ``P⁻¹(H + λ)``, with the bound of its error: an eigenvalue is that near.
         smallest: the smallest.
         plain_condition_number: of ``H + λ``, without P.
-        promised: the largest eigenvalue that a `LowRank` P promises; None for others.
         proven: P's own lower bound of the smallest.
-        rank: of a `LowRank` P; None for others.
-        terms: how many terms a `LowRank` P was made from; None for others.
         num_terms: of H.
         num_products: spent on measuring.
-        num_term_products: terms gone through in them.
+        promised: the largest eigenvalue that a `LowRank` P promises; None for others, as are the next two.
+        rank: of a `LowRank` P.
+        terms: how many terms a `LowRank` P was made from.
     """
 
     largest: Estimate
     smallest: Estimate
     plain_condition_number: float
-    promised: float | None
     proven: float
-    rank: int | None
-    terms: int | None
     num_terms: int
     num_products: int
-    num_term_products: int
+    promised: float | None = None
+    rank: int | None = None
+    terms: int | None = None
+
+    @property
+    def num_term_products(self) -> int:
+        """Terms gone through in the products."""
+        return self.num_products * self.num_terms
 
     @property
     def condition_number(self) -> float:
@@ -71,55 +74,50 @@ class Quality:
     @property
     def problems(self) -> tuple[str, ...]:
         """What is wrong with P, with numbers; empty if nothing is."""
+        return self._diagnosis()[0]
+
+    @property
+    def remedy(self) -> str | None:
+        """What the problems come from and what to do about them; None if there are none."""
+        return self._diagnosis()[1]
+
+    def _diagnosis(self) -> tuple[tuple[str, ...], str | None]:
+        largest, smallest = self.largest.value, self.smallest.value
+        misses = self.promised is not None and largest > _MUCH_LARGER * self.promised
+        contradicts = smallest < (1 - _RESOLVED) * self.proven
+        invents = smallest < _FAR_BELOW
         found = []
-        if self._misses:
+        if misses:
             found.append(
-                f"the largest eigenvalue of P⁻¹(H + λ) is {self.largest.value:.3g}, where rank {self.rank} promises "
+                f"the largest eigenvalue of P⁻¹(H + λ) is {largest:.3g}, where rank {self.rank} promises "
                 f"{self.promised:.3g}: P misses top eigenvectors of H"
             )
-        if self._contradicts:
+        if contradicts:
             found.append(
-                f"the smallest eigenvalue of P⁻¹(H + λ) is {self.smallest.value:.3g}, below the {self.proven:.3g} "
-                "proven for the operator that P was made from: this is another one, or its products are inaccurate"
+                f"the smallest eigenvalue of P⁻¹(H + λ) is {smallest:.3g}, below the {self.proven:.3g} proven for the "
+                "operator that P was made from: this is another one, or its products are inaccurate"
             )
-        elif self._invents:
+        elif invents:
             found.append(
-                f"the smallest eigenvalue of P⁻¹(H + λ) is {self.smallest.value:.3g}, far below 1: P has curvature "
-                "that H does not have"
+                f"the smallest eigenvalue of P⁻¹(H + λ) is {smallest:.3g}, far below 1: P has curvature that H does "
+                "not have"
             )
         if not self.improves:
             found.append(
                 f"the condition number is {self.condition_number:.3g} with P, and without it "
                 f"{self.plain_condition_number:.3g}"
             )
-        return tuple(found)
-
-    @property
-    def remedy(self) -> str | None:
-        """What the problems come from and what to do about them; None if there are none."""
-        if not self.problems:
-            return None
-        if self.terms is None or self._contradicts:
-            return "Make P from this operator, or solve without it"
-        if not (self._misses or self._invents):
-            return "Solve without P, or with a larger rank"
+        if not found:
+            return (), None
+        if self.terms is None or contradicts:
+            return tuple(found), "Make P from this operator, or solve without it"
+        if not (misses or invents):
+            return tuple(found), "Solve without P, or with a larger rank"
         cause, more = "P's eigenvectors have not converged", "more products (for Nyström, a larger rank)"
         if self.terms < self.num_terms:
             cause = f"{self.terms:,} of {self.num_terms:,} terms are too few to make P from, or {cause}"
             more = f"more terms, or {more}"
-        return f"Most likely {cause}. Use {more}"
-
-    @property
-    def _misses(self) -> bool:
-        return self.promised is not None and self.largest.value > _MUCH_LARGER * self.promised
-
-    @property
-    def _contradicts(self) -> bool:
-        return self.smallest.value < (1 - _RESOLVED) * self.proven
-
-    @property
-    def _invents(self) -> bool:
-        return self.smallest.value < _FAR_BELOW
+        return tuple(found), f"Most likely {cause}. Use {more}"
 
     @property
     def verdict(self) -> str:
@@ -158,8 +156,11 @@ def measure_quality(
         raise OptionError("measure with the operator itself; pass `damped.operator`")
     if products < 2:
         raise OptionError(f"products is {products}; Lanczos needs at least 2 to see two ends of a spectrum")
+    of_low_rank: dict[str, Any] = {}
+    if isinstance(preconditioner, LowRank):
+        P = preconditioner = preconditioner.for_operator(operator)
+        of_low_rank = {"promised": P.promised_largest, "rank": P.rank, "terms": P.terms}
     system = Damped(operator, preconditioner.damping)
-    made = preconditioner.for_operator(operator) if isinstance(preconditioner, LowRank) else None
     found = _ends(Preconditioned(system, preconditioner), products, generator)
     spent = found.num_products
     if lambda_max is None:
@@ -172,13 +173,10 @@ def measure_quality(
         largest=found.lambda_max,
         smallest=Estimate(float(found.eigenvalues[-1]), float(found.residuals[-1])),
         plain_condition_number=plain_condition,
-        promised=None if made is None else made.promised_largest,
-        proven=preconditioner.smallest if made is None else made.smallest,
-        rank=None if made is None else made.rank,
-        terms=None if made is None else made.terms,
+        proven=preconditioner.smallest,
         num_terms=operator.num_terms,
         num_products=spent,
-        num_term_products=spent * operator.num_terms,
+        **of_low_rank,
     )
 
 
