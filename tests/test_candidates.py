@@ -46,7 +46,7 @@ def test_bm25_is_as_defined() -> None:
     shortlist = bm25(iter(texts), queries, k=7)
     for query, chosen in zip(queries, shortlist.per_query, strict=True):
         scores = bm25_by_definition(texts, query)
-        np.testing.assert_allclose(scores[chosen], np.sort(scores)[::-1][:7], rtol=1e-5)
+        np.testing.assert_allclose(scores[chosen], np.sort(scores)[::-1][:7], rtol=1e-12)
     assert shortlist.positions.tolist() == sorted(set(np.concatenate(shortlist.per_query).tolist()))
 
 
@@ -125,7 +125,7 @@ def test_texts_without_words_are_never_chosen(method: Callable[..., Shortlist]) 
 @pytest.mark.parametrize(
     ("texts", "queries", "k", "error", "match"),
     [
-        (["cat"], ["dog"], 3, DataError, "shares a word with a query|shares a word"),
+        (["cat"], ["dog"], 3, DataError, "none of the 1 texts shares a word with a query"),
         (["cat"], [], 3, OptionError, "there are no queries"),
         (["cat"], "cat", 3, OptionError, "queries is one text; give a list"),
         (["cat"], ["cat"], 0, OptionError, "k is 0; choose at least 1"),
@@ -140,13 +140,10 @@ def test_searches_that_cannot_be_made(
         method(texts, queries, k)
 
 
-@pytest.mark.parametrize(("method", "library"), [(bm25, "bm25s"), (tfidf, "sklearn.feature_extraction.text")])
-def test_missing_libraries_are_named(
-    method: Callable[..., Shortlist], library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.feature_extraction.text", None)
     with pytest.raises(OptionError, match=r'is needed for a text search.*pip install "whence\[candidates\]"'):
-        method(["cat"], ["cat"], 1)
+        tfidf(["cat"], ["cat"], 1)
 
 
 def test_what_a_shortlist_says_of_itself() -> None:
@@ -198,9 +195,9 @@ def test_ids_that_do_not_exist_are_named(passages: Passages, tmp_path: Path) -> 
     with pytest.raises(DataError, match=r"ids\.txt holds no ids"):
         from_ids(path, passages)
     path.write_bytes(b"\xff")
-    with pytest.raises(DataError, match="cannot be read as a list of ids"):
+    with pytest.raises(DataError, match="byte 0xff at offset 0"):
         read_ids(path)
-    with pytest.raises(DataError, match=r"there is no file '.*nowhere' of ids"):
+    with pytest.raises(DataError, match=r"there is no file '.*nowhere'; check the name"):
         read_ids(tmp_path / "nowhere")
 
 

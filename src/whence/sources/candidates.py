@@ -7,21 +7,23 @@ says so.
 
 from __future__ import annotations
 
-import importlib
 import re
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from whence.errors import DataError, OptionError
+from whence.libraries import load_library
+from whence.sources.examples import Examples
+from whence.sources.files import read_text
 
 __all__ = ["Shortlist", "bm25", "from_ids", "read_ids", "tfidf", "words"]
 
@@ -59,21 +61,11 @@ class Shortlist:
         return f"{len(self):,} of {self.total:,} {noun}, chosen by {self.method}{ending}"
 
 
-class Named(Protocol):
-    """Examples that can be found by id, such as `whence.sources.Examples`."""
-
-    name: str
-
-    def __len__(self) -> int:
-        """Number of examples."""
-
-    def find(self, id: str) -> Sequence[int]:
-        """Positions of the examples with this id."""
-
-
 def bm25(texts: Iterable[str | None], queries: Sequence[str], k: int) -> Shortlist:
     """The ``k`` most similar texts to each query by BM25 (Lucene's variant, k₁ = 1.5, b = 0.75).
 
+    The score of a text t is the sum over the query's words w of idf(w) · tf / (tf + k₁ (1 − b + b |t| / mean |t|)),
+    where tf is how often t holds w, idf(w) = log(1 + (n − df + ½) / (df + ½)), and df of the n texts hold w.
     Texts are read once, one at a time; only the counts of the queries' words are kept. A text that shares no
     word with a query is never chosen for it; among equal scores, earlier texts come first.
 
@@ -82,24 +74,12 @@ def bm25(texts: Iterable[str | None], queries: Sequence[str], k: int) -> Shortli
         queries: the queries' texts, prompt and completion.
         k: texts for each query; the shortlist is the union.
     """
-    library = _library("bm25s")
     asked = [words(query) for query in _checked(queries, k)]
-    vocabulary = {
-        word: number for number, word in enumerate(sorted({w for query in asked for w in query}), 1)
-    }
-    corpus = _Counts(vocabulary)
+    corpus = _Counts({word for query in asked for word in query})
     for text in texts:
         corpus.add(words(text or ""))
-    if corpus.num_hits == 0:
-        raise _no_common_word(len(corpus.ids))
-    index = library.BM25(k1=1.5, b=0.75, method="lucene", backend="numpy")
-    index.index(corpus, create_empty_token=False, show_progress=False)
-    rankings = []
-    for query in asked:
-        present = [vocabulary[word] for word in query]
-        scores = index.get_scores_from_ids(present) if present else np.zeros(len(corpus.ids))
-        rankings.append(_best(scores, k))
-    return _union(rankings, "BM25 similarity to the queries", len(corpus.ids))
+    rankings = [_best(corpus.bm25(query), k) for query in asked]
+    return _union(rankings, "BM25 similarity to the queries", len(corpus))
 
 
 def tfidf(texts: Iterable[str | None], queries: Sequence[str], k: int) -> Shortlist:
@@ -111,7 +91,7 @@ def tfidf(texts: Iterable[str | None], queries: Sequence[str], k: int) -> Shortl
         >>> tfidf(["a cat", "a dog", "a fish"], ["which dog?"], k=2).positions
         array([1])
     """
-    library = _library("sklearn.feature_extraction.text")
+    library = load_library("sklearn.feature_extraction.text", "candidates", "for a text search")
     asked = _checked(queries, k)
     vectorizer = library.TfidfVectorizer(analyzer=words, sublinear_tf=True)
     try:
@@ -125,7 +105,7 @@ def tfidf(texts: Iterable[str | None], queries: Sequence[str], k: int) -> Shortl
     return _union(rankings, "TF-IDF similarity to the queries", corpus.shape[0])
 
 
-def from_ids(ids: Iterable[str | int] | Path, source: Named) -> Shortlist:
+def from_ids(ids: Iterable[str | int] | Path, source: Examples) -> Shortlist:
     """The examples with these ids, or at these positions.
 
     Args:
@@ -163,15 +143,7 @@ def from_ids(ids: Iterable[str | int] | Path, source: Named) -> Shortlist:
 
 def read_ids(path: Path) -> list[str | int]:
     """The lines of a file, without empty ones."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except FileNotFoundError as error:
-        raise DataError(f"there is no file {str(path)!r} of ids; check the name") from error
-    except (UnicodeDecodeError, OSError) as error:
-        raise DataError(
-            f"{path} cannot be read as a list of ids: {error}; write one id per line, in UTF-8"
-        ) from error
-    ids: list[str | int] = [line.strip() for line in lines if line.strip()]
+    ids: list[str | int] = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     if not ids:
         raise DataError(f"{path} holds no ids; write one per line")
     return ids
@@ -220,34 +192,31 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 class _Counts:
-    """A corpus as bm25s reads it, holding only how often each text has the queries' words.
+    """How often each text of a corpus holds some words, and how long it is: all that BM25 needs to know."""
 
-    Other words matter to BM25 through the text's length alone, so all of them are word 0.
-    """
-
-    def __init__(self, vocabulary: dict[str, int]) -> None:
-        self.vocab = {"": 0, **vocabulary}
-        self.ids = self  # bm25s looks for `ids` and `vocab`
-        self.num_hits = 0
-        self._numbers, self._counts = array("i"), array("i")
-        self._lengths, self._starts = array("i"), array("q", [0])
-
-    def add(self, text: list[str]) -> None:
-        counts = Counter(self.vocab[word] for word in text if word in self.vocab)
-        self._numbers.extend(counts.keys())
-        self._counts.extend(counts.values())
-        self._lengths.append(len(text))
-        self._starts.append(len(self._numbers))
-        self.num_hits += len(counts)
+    def __init__(self, vocabulary: set[str]) -> None:
+        self._lengths = array("i")
+        self._holders = {word: array("q") for word in vocabulary}  # the texts with the word
+        self._counts = {word: array("i") for word in vocabulary}  # how often each of them holds it
 
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for text in range(len(self)):
-            start, end = self._starts[text], self._starts[text + 1]
-            known = np.repeat(self._numbers[start:end], self._counts[start:end]).tolist()
-            yield known + [0] * (self._lengths[text] - len(known))
+    def add(self, text: list[str]) -> None:
+        for word, count in Counter(word for word in text if word in self._holders).items():
+            self._holders[word].append(len(self))
+            self._counts[word].append(count)
+        self._lengths.append(len(text))
+
+    def bm25(self, query: list[str], k1: float = 1.5, b: float = 0.75) -> npt.NDArray[np.float64]:
+        scores, lengths = np.zeros(len(self)), np.asarray(self._lengths)
+        for word in query:
+            holders, counts = np.asarray(self._holders[word]), np.asarray(self._counts[word])
+            if len(holders):
+                idf = np.log1p((len(self) - len(holders) + 0.5) / (len(holders) + 0.5))
+                relative = lengths[holders] / lengths.mean()
+                scores[holders] += idf * counts / (counts + k1 * (1 - b + b * relative))
+        return scores
 
 
 def _best(scores: npt.NDArray[Any], k: int) -> Positions:
@@ -281,13 +250,3 @@ def _checked(queries: Sequence[str], k: int) -> Sequence[str]:
     if k < 1:
         raise OptionError(f"k is {k}; choose at least 1 example for each query")
     return queries
-
-
-def _library(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise OptionError(
-            f"the library {module.partition('.')[0]} is needed for a text search, and cannot be imported ({error}); "
-            'install it with pip install "whence[candidates]"'
-        ) from error
