@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from whence.errors import DataError, OptionError
+from whence.errors import DataError, InputError, OptionError
 
-__all__ = ["decode", "existing_path", "first_line", "parse_json", "read_text", "suffix_of", "utf8_file"]
+__all__ = ["decode", "existing_path", "parse_json", "read_text", "refusing", "suffix_of", "utf8_file"]
 
 CHUNK = 1 << 20
 
@@ -40,9 +40,21 @@ def suffix_of(path: Path) -> str:
     return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
 
 
-def first_line(error: Exception) -> str:
-    """The first line of another library's error, or its type where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+@contextmanager
+def refusing(kind: type[InputError], problem: str, remedy: str) -> Iterator[None]:
+    r"""Turn whatever another library raises on bad files into one of our errors, with the first line it says.
+
+    Example:
+        >>> with refusing(DataError, "d.bin cannot be read", "fetch it again"):
+        ...     raise RuntimeError("it is cut off\nand more")
+        Traceback (most recent call last):
+        whence.errors.DataError: d.bin cannot be read: it is cut off; fetch it again
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise kind(f"{problem}: {reason}; {remedy}") from error
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:

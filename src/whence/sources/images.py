@@ -15,7 +15,7 @@ from whence.errors import DataError, ModelError, OptionError
 from whence.exhibit import Exhibit
 from whence.libraries import load_library
 from whence.sources.examples import LabelledRows
-from whence.sources.files import existing_path, first_line
+from whence.sources.files import existing_path, refusing
 from whence.sources.formats import IMAGE_SUFFIXES, Files, open_records
 from whence.sources.functions import load_function
 from whence.sources.labels import Labels
@@ -282,15 +282,11 @@ def _processor(directory: Path) -> Transform:
     transformers = load_library("transformers", "hf", "to use an image processor")
     # The default processors need torchvision; those written with Pillow do not.
     pillow = {"backend": "pil"} if int(transformers.__version__.split(".")[0]) >= 5 else {"use_fast": False}
-    try:
+    remedy = "if it needs torchvision, install that, or give a transform as module:function"
+    with refusing(ModelError, f"the image processor in {directory} cannot be loaded", remedy):
         processor = transformers.AutoImageProcessor.from_pretrained(
             str(directory), local_files_only=True, **pillow
         )
-    except Exception as error:  # a wrong configuration, a class that does not exist, torchvision missing, …
-        raise ModelError(
-            f"the image processor in {directory} cannot be loaded: {first_line(error)}. If it needs torchvision, "
-            "install that, or give a transform as module:function"
-        ) from error
 
     def transform(image: Any) -> Tensor:
         return torch.as_tensor(processor(image, return_tensors="pt")["pixel_values"][0])

@@ -19,7 +19,7 @@ from torch import nn
 from whence.errors import ModelError, OptionError
 from whence.exhibit import Exhibit
 from whence.libraries import load_library
-from whence.sources.files import first_line
+from whence.sources.files import refusing
 from whence.sources.functions import call_function
 from whence.sources.labels import Labels
 from whence.sources.tokenizers import check_tokenizer, load_tokenizer
@@ -173,12 +173,8 @@ def _from_function(spec: str) -> Problem:
 
 def _fetch_config(name: str) -> dict[str, Any]:
     transformers = load_library("transformers", "hf", "to load a Hugging Face model")
-    try:
+    with refusing(ModelError, f"the model {name!r} cannot be fetched", "check the name"):
         config: dict[str, Any] = transformers.AutoConfig.from_pretrained(name).to_dict()
-    except Exception as error:
-        raise ModelError(
-            f"the model {name!r} cannot be fetched: {first_line(error)}; check the name"
-        ) from error
     return config
 
 
@@ -201,14 +197,10 @@ def _architecture(config: dict[str, Any], source: str) -> tuple[Kind, str]:
 
 def _load_weights(loader: Any, source: str, dtype: Any, local: bool) -> Any:
     """The model in evaluation mode; refused if parameters are left out, which would be random numbers."""
-    try:
+    with refusing(ModelError, f"the model in {source} cannot be loaded", "save or download it again"):
         model, info = loader.from_pretrained(
             source, dtype=dtype, local_files_only=local, output_loading_info=True
         )
-    except Exception as error:  # whatever is wrong with the files, it is the model's
-        raise ModelError(
-            f"the model in {source} cannot be loaded: {first_line(error)}; save or download it again"
-        ) from error
     for key, problem in (
         ("missing_keys", "has no weights for"),
         ("mismatched_keys", "has weights of the wrong shape for"),

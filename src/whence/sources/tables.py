@@ -12,7 +12,7 @@ from typing import Any
 
 from whence.errors import DataError, OptionError
 from whence.libraries import load_library
-from whence.sources.files import first_line
+from whence.sources.files import refusing
 from whence.sources.records import Records, Row
 
 __all__ = ["DatasetRows", "ParquetRows", "hub_dataset", "is_saved_dataset", "saved_dataset"]
@@ -28,12 +28,8 @@ class ParquetRows(Records):
         from pyarrow import parquet
 
         self.name, self._path = path.name, path
-        try:
+        with refusing(DataError, f"{path} is not a readable Parquet file", "fetch or write it again"):
             self._file = parquet.ParquetFile(path, memory_map=True)
-        except Exception as error:  # Arrow's own errors and the system's
-            raise DataError(
-                f"{path} is not a readable Parquet file: {first_line(error)}; fetch or write it again"
-            ) from error
         metadata = self._file.metadata
         self._ends = list(
             accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
@@ -62,12 +58,8 @@ class ParquetRows(Records):
         return Row(fields, f"{self._path}, row {number + 1}", str(self._path))
 
     def _read_group(self, group: int) -> Any:
-        try:
+        with refusing(DataError, f"{self._path}: row group {group} cannot be read", "fetch it again"):
             return self._file.read_row_group(group)
-        except Exception as error:
-            raise DataError(
-                f"{self._path}: row group {group} cannot be read: {first_line(error)}; fetch it again"
-            ) from error
 
     def class_names(self, field: str) -> tuple[str, ...] | None:
         # The datasets library writes its column types into the file's metadata.
@@ -122,12 +114,10 @@ def hub_dataset(name: str, *, split: str) -> Records:
         split: of it.
     """
     datasets = load_library("datasets", "hf", "to fetch data sets from the hub")
-    try:
+    with refusing(
+        DataError, f"the data set {name} cannot be fetched", "check its name and your access to it"
+    ):
         loaded = datasets.load_dataset(name, split=split)
-    except Exception as error:  # network, access rights, an unknown name: whatever it raises
-        raise DataError(
-            f"the data set {name} cannot be fetched: {first_line(error)}; check its name and your access to it"
-        ) from error
     return DatasetRows(loaded, name=f"{name}:{split}", place=name)
 
 
@@ -141,12 +131,8 @@ def is_saved_dataset(directory: Path) -> bool:
 def saved_dataset(path: Path, split: str | None) -> Records:
     """A directory written by ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``."""
     datasets = load_library("datasets", "hf", "to read data sets saved by save_to_disk")
-    try:
+    with refusing(DataError, f"{path} looks like a saved data set but cannot be loaded", "save it again"):
         loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # whatever it raises, the directory is unusable
-        raise DataError(
-            f"{path} looks like a saved data set but cannot be loaded: {first_line(error)}; save it again"
-        ) from error
     if not isinstance(loaded, datasets.DatasetDict):
         if split is not None:
             raise OptionError(f"{path} is a single data set without splits; name it without {split!r}")

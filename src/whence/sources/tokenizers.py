@@ -13,7 +13,7 @@ from torch import nn
 
 from whence.errors import ModelError
 from whence.libraries import load_library
-from whence.sources.files import first_line
+from whence.sources.files import refusing
 
 __all__ = ["Encoded", "check_tokenizer", "decoded_pieces", "encode", "load_tokenizer"]
 
@@ -37,12 +37,8 @@ def load_tokenizer(source: str, *, local: bool = True) -> Any:
     if local and not any(path for pattern in FILES for path in Path(source).glob(pattern)):
         # The library would make an empty one for some models.
         raise ModelError(f"{source} has no tokenizer (no tokenizer.json or tokenizer.model); {REMEDY}")
-    try:
+    with refusing(ModelError, f"the tokenizer in {source} cannot be loaded", REMEDY):
         return transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
-    except Exception as error:  # missing files, wrong files, libraries that a tokenizer needs
-        raise ModelError(
-            f"the tokenizer in {source} cannot be loaded: {first_line(error)}; {REMEDY}"
-        ) from error
 
 
 def check_tokenizer(tokenizer: Any, model: nn.Module) -> None:
