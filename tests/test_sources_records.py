@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,13 @@ def test_every_format_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     assert records[0].fields == ROWS[0]
     assert [row.where for row in records] == [records[number].where for number in range(3)]
     assert name in str(records[1].link)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_records_can_be_sent_to_other_processes(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name)
+    records = open_records(tmp_path / name)
+    assert [row.fields for row in pickle.loads(pickle.dumps(records))] == ROWS
 
 
 def test_json_lines_are_read_on_demand_not_held(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from whence.errors import DataError, OptionError
-from whence.libraries import load_library
 from whence.sources.examples import Examples
 from whence.sources.files import read_text
 
@@ -74,35 +73,37 @@ def bm25(texts: Iterable[str | None], queries: Sequence[str], k: int) -> Shortli
         queries: the queries' texts, prompt and completion.
         k: texts for each query; the shortlist is the union.
     """
-    asked = [words(query) for query in _checked(queries, k)]
-    corpus = _Counts({word for query in asked for word in query})
-    for text in texts:
-        corpus.add(words(text or ""))
-    rankings = [_best(corpus.bm25(query), k) for query in asked]
+    asked = _asked(queries, k)
+    corpus = _Corpus(texts, only=set().union(*asked))
+    idf = np.log1p((len(corpus) - corpus.frequency + 0.5) / (corpus.frequency + 0.5))
+    length = corpus.lengths[corpus.text] / corpus.lengths.mean()
+    weights = idf[corpus.word] * corpus.count / (corpus.count + 1.5 * (1 - 0.75 + 0.75 * length))
+    rankings = [_best(corpus.similarity(weights, Counter(query)), k) for query in asked]
     return _union(rankings, "BM25 similarity to the queries", len(corpus))
 
 
 def tfidf(texts: Iterable[str | None], queries: Sequence[str], k: int) -> Shortlist:
     """The ``k`` most similar texts to each query by the cosine of their TF-IDF vectors.
 
-    As `bm25`, with a different weighting, and with memory for the number of different words in every text.
+    As `bm25`, with the weights (1 + log tf) · (1 + log((1 + n) / (1 + df))), and with memory for the number of
+    different words in every text.
 
     Example:
         >>> tfidf(["a cat", "a dog", "a fish"], ["which dog?"], k=2).positions
         array([1])
     """
-    library = load_library("sklearn.feature_extraction.text", "candidates", "for a text search")
-    asked = _checked(queries, k)
-    vectorizer = library.TfidfVectorizer(analyzer=words, sublinear_tf=True)
-    try:
-        corpus = vectorizer.fit_transform(text or "" for text in texts)
-    except ValueError as error:  # no text has a word
-        raise DataError(
-            "no text of the training data holds a word; a text search cannot choose any"
-        ) from error
-    similarities = (vectorizer.transform(asked) @ corpus.T).toarray()
-    rankings = [_best(row, k) for row in similarities]
-    return _union(rankings, "TF-IDF similarity to the queries", corpus.shape[0])
+    asked = _asked(queries, k)
+    corpus = _Corpus(texts)
+    idf = 1 + np.log((1 + len(corpus)) / (1 + corpus.frequency))
+    weights = (1 + np.log(corpus.count)) * idf[corpus.word]
+    weights /= np.sqrt(np.bincount(corpus.text, weights**2))[corpus.text]
+    rankings = []
+    for query in asked:  # a query's own norm does not change the order
+        factors = {
+            w: (1 + np.log(n)) * idf[corpus.words[w]] for w, n in Counter(query).items() if w in corpus.words
+        }
+        rankings.append(_best(corpus.similarity(weights, factors), k))
+    return _union(rankings, "TF-IDF similarity to the queries", len(corpus))
 
 
 def from_ids(ids: Iterable[str | int] | Path, source: Examples) -> Shortlist:
@@ -191,32 +192,51 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
 # --- parts -----------------------------------------------------------------------------------------------
 
 
-class _Counts:
-    """How often each text of a corpus holds some words, and how long it is: all that BM25 needs to know."""
+class _Corpus:
+    """How often each text holds each word, as a sparse matrix; raises `DataError` where it would be empty.
 
-    def __init__(self, vocabulary: set[str]) -> None:
-        self._lengths = array("i")
-        self._holders = {word: array("q") for word in vocabulary}  # the texts with the word
-        self._counts = {word: array("i") for word in vocabulary}  # how often each of them holds it
+    Args:
+        texts: read once, one at a time.
+        only: the words to count; all by default.
+
+    Attributes:
+        words: the number of each word.
+        lengths: the number of words in each text.
+        text, word, count: of each entry: the text's position, the word's number, and how often the text holds it.
+        frequency: how many texts hold each word.
+    """
+
+    def __init__(self, texts: Iterable[str | None], only: Iterable[str] | None = None) -> None:
+        self.words = {word: number for number, word in enumerate(sorted(only or ()))}
+        lengths, sizes, numbers, counts = array("q"), array("q"), array("i"), array("i")
+        for text in texts:
+            found = words(text or "")
+            counted = Counter(found if only is None else (word for word in found if word in self.words))
+            # In the words' order, so that equal texts have equal sums.
+            for number, count in sorted(
+                (self.words.setdefault(word, len(self.words)), count) for word, count in counted.items()
+            ):
+                numbers.append(number)
+                counts.append(count)
+            sizes.append(len(counted))
+            lengths.append(len(found))
+        if not counts:
+            raise _no_common_word(len(lengths))
+        self.lengths, self.word, self.count = np.asarray(lengths), np.asarray(numbers), np.asarray(counts)
+        self.text = np.repeat(np.arange(len(lengths)), np.asarray(sizes))
+        self.frequency = np.bincount(self.word, minlength=len(self.words))
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
-    def add(self, text: list[str]) -> None:
-        for word, count in Counter(word for word in text if word in self._holders).items():
-            self._holders[word].append(len(self))
-            self._counts[word].append(count)
-        self._lengths.append(len(text))
-
-    def bm25(self, query: list[str], k1: float = 1.5, b: float = 0.75) -> npt.NDArray[np.float64]:
-        scores, lengths = np.zeros(len(self)), np.asarray(self._lengths)
-        for word in query:
-            holders, counts = np.asarray(self._holders[word]), np.asarray(self._counts[word])
-            if len(holders):
-                idf = np.log1p((len(self) - len(holders) + 0.5) / (len(holders) + 0.5))
-                relative = lengths[holders] / lengths.mean()
-                scores[holders] += idf * counts / (counts + k1 * (1 - b + b * relative))
-        return scores
+    def similarity(
+        self, weights: npt.NDArray[np.float64], factors: Mapping[str, float]
+    ) -> npt.NDArray[np.float64]:
+        """For each text, the sum of its entries' weights times their words' factors."""
+        by_word = np.zeros(len(self.words))
+        by_word[[self.words[word] for word in factors]] = list(factors.values())
+        sums: npt.NDArray[np.float64] = np.bincount(self.text, weights * by_word[self.word], len(self))
+        return sums
 
 
 def _best(scores: npt.NDArray[Any], k: int) -> Positions:
@@ -242,11 +262,12 @@ def _no_common_word(total: int) -> DataError:
     )
 
 
-def _checked(queries: Sequence[str], k: int) -> Sequence[str]:
+def _asked(queries: Sequence[str], k: int) -> list[list[str]]:
+    """The queries' words."""
     if isinstance(queries, str):
         raise OptionError("queries is one text; give a list of texts")
     if len(queries) == 0:
         raise OptionError("there are no queries to compare texts with; give at least one")
     if k < 1:
         raise OptionError(f"k is {k}; choose at least 1 example for each query")
-    return queries
+    return [words(query) for query in queries]

@@ -7,6 +7,7 @@ import io
 import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,11 @@ class Files(Records):
 
 
 def _documents(root: Path, files: Sequence[Path], encoding: str) -> Records:
-    return Files(root, files, lambda path: {"text": read_text(path, encoding)})
+    return Files(root, files, partial(_document, encoding=encoding))
+
+
+def _document(path: Path, encoding: str) -> Mapping[str, Any]:
+    return {"text": read_text(path, encoding)}
 
 
 # --- JSON and CSV ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def open_images(
     """Images by what ``source`` is: a folder with class sub-folders, records, or a path that `open_records` reads.
 
     Args:
-        source: of the folder, file or saved data set (``path:split``), or records.
+        source: the path of the folder, file or saved data set (``path:split``), or records.
         transform: a function from a Pillow image to a tensor, ``module:function``, or a directory with a
             Hugging Face image processor, which also sets ``mode`` to RGB unless it is given.
         mode: ``RGB`` or ``L``: what every image is converted to first.
@@ -192,11 +193,12 @@ def _folder(directory: Path, labels: Labels | None) -> tuple[Records, Labels]:
         if not found:
             raise DataError(f"the class folder {folder} holds no PNG or JPEG image; remove it, or add images")
         files += found
+    records = Files(directory, files, partial(_labelled, root=directory))
+    return records, labels or Labels(tuple(folder.name for folder in folders))
 
-    def read(path: Path) -> dict[str, Any]:
-        return {"image": path, "label": path.relative_to(directory).parts[0]}
 
-    return Files(directory, files, read), labels or Labels(tuple(folder.name for folder in folders))
+def _labelled(path: Path, root: Path) -> Mapping[str, Any]:
+    return {"image": path, "label": path.relative_to(root).parts[0]}
 
 
 def _image_field(records: Records) -> str:

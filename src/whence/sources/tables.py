@@ -38,6 +38,9 @@ class ParquetRows(Records):
         if len(self) == 0:
             raise DataError(f"{path} has no rows; give at least one")
 
+    def __reduce__(self) -> Any:
+        return ParquetRows, (self._path,)  # an open file cannot be sent to another process, its path can
+
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
