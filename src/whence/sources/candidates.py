@@ -235,8 +235,7 @@ class _Corpus:
         """For each text, the sum of its entries' weights times their words' factors."""
         by_word = np.zeros(len(self.words))
         by_word[[self.words[word] for word in factors]] = list(factors.values())
-        sums: npt.NDArray[np.float64] = np.bincount(self.text, weights * by_word[self.word], len(self))
-        return sums
+        return np.bincount(self.text, weights * by_word[self.word], len(self)).astype(np.float64)
 
 
 def _best(scores: npt.NDArray[Any], k: int) -> Positions:
