@@ -209,7 +209,7 @@ _DOCUMENTS = 100_000
 
 
 def _from_paper(key: str, inputs: Path | None, allow_download: bool) -> Subject:
-    from whence.sources import FirstRows, Passages, load_model
+    from whence.sources import Passages, load_model
 
     title, hub, kind = PAPER[key]
     directory = None if inputs is None else inputs / key
@@ -226,7 +226,7 @@ def _from_paper(key: str, inputs: Path | None, allow_download: bool) -> Subject:
             inner_parameters(problem.model), _PAPER_DAMPING,
         )  # fmt: skip
     length = min(problem.context or _PASSAGE, _PASSAGE)
-    documents = FirstRows(_documents(inputs, allow_download), _DOCUMENTS)
+    documents = _documents(inputs, allow_download).first(_DOCUMENTS)
     return Subject(
         title, "OpenWebText", kind, problem.model, LanguageModeling(),
         Passages(documents, problem.tokenizer, max_length=length, skip_empty=True), [],
@@ -244,8 +244,7 @@ def _below(inputs: Path | None, name: str) -> str:
 
 def _images(inputs: Path | None, allow_download: bool, problem: Problem) -> tuple[Any, Any]:
     """ImageNet's training and validation images."""
-    from whence.sources import HubDataset, image_records, open_images
-    from whence.sources.pixels import image_transform
+    from whence.sources import hub_dataset, open_images
 
     folder, hub, splits = _PAPER_DATA["vision"]
     data = None if inputs is None else inputs / folder
@@ -256,11 +255,8 @@ def _images(inputs: Path | None, allow_download: bool, problem: Problem) -> tupl
     if not allow_download:
         raise OptionError(f"there is no {_below(inputs, folder)}; put the training data there{_OR_FETCH}")
     train, test = (
-        image_records(
-            HubDataset(hub, split=split),
-            transform=image_transform(problem.directory),
-            mode="RGB",
-            labels=problem.labels,
+        open_images(
+            hub_dataset(hub, split=split), transform=problem.directory, mode="RGB", labels=problem.labels
         )
         for split in splits
     )
@@ -281,7 +277,7 @@ def _classes(train: Path, problem: Problem) -> Labels | None:
 
 def _documents(inputs: Path | None, allow_download: bool) -> Records:
     """OpenWebText."""
-    from whence.sources import HubDataset, open_records
+    from whence.sources import hub_dataset, open_records
 
     folder, hub, (split,) = _PAPER_DATA["language"]
     data = None if inputs is None else inputs / folder
@@ -289,7 +285,7 @@ def _documents(inputs: Path | None, allow_download: bool) -> Records:
         return open_records(data)
     if not allow_download:
         raise OptionError(f"there is no {_below(inputs, folder)}; put the training data there{_OR_FETCH}")
-    return HubDataset(hub, split=split)
+    return hub_dataset(hub, split=split)
 
 
 # --- by profile ------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def test_bm25_is_as_defined() -> None:
     shortlist = bm25(iter(texts), queries, k=7)
     for query, chosen in zip(queries, shortlist.per_query, strict=True):
         scores = bm25_by_definition(texts, query)
-        np.testing.assert_allclose(scores[chosen], np.sort(scores)[::-1][:7], rtol=1e-5)
+        np.testing.assert_allclose(scores[chosen], np.sort(scores)[::-1][:7], rtol=1e-12)
     assert shortlist.positions.tolist() == sorted(set(np.concatenate(shortlist.per_query).tolist()))
 
 
@@ -82,6 +81,8 @@ def test_texts_are_read_once_and_one_at_a_time(method: Callable[..., Shortlist])
 
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_scores_are_chosen_in_order(method: Callable[..., Shortlist]) -> None:
+    mixed = ["sound cat river dog", "dog river cat sound", "river sound dog cat"]
+    assert method([*mixed, "cat"], ["dog river sound"], 3).per_query[0].tolist() == [0, 1, 2]
     shortlist = method(["dog", "cat", "dog", "cat", "cat"], ["cat"], 2)
     assert shortlist.per_query[0].tolist() == [1, 3]
 
@@ -125,12 +126,12 @@ def test_texts_without_words_are_never_chosen(method: Callable[..., Shortlist]) 
 @pytest.mark.parametrize(
     ("texts", "queries", "k", "error", "match"),
     [
-        (["cat"], ["dog"], 3, DataError, "shares a word with a query|shares a word"),
+        (["cat"], ["dog"], 3, DataError, "none of the 1 texts shares a word with a query"),
         (["cat"], [], 3, OptionError, "there are no queries"),
         (["cat"], "cat", 3, OptionError, "queries is one text; give a list"),
         (["cat"], ["cat"], 0, OptionError, "k is 0; choose at least 1"),
         ([], ["cat"], 1, DataError, "no text"),
-        (["", "!"], ["cat"], 1, DataError, "none of the 2 texts|holds a word"),
+        (["", "!"], ["cat"], 1, DataError, "none of the 2 texts"),
     ],
 )
 def test_searches_that_cannot_be_made(
@@ -138,15 +139,6 @@ def test_searches_that_cannot_be_made(
 ) -> None:
     with pytest.raises(error, match=match):
         method(texts, queries, k)
-
-
-@pytest.mark.parametrize(("method", "library"), [(bm25, "bm25s"), (tfidf, "sklearn.feature_extraction.text")])
-def test_missing_libraries_are_named(
-    method: Callable[..., Shortlist], library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(OptionError, match=r'is needed for a text search.*pip install "whence\[candidates\]"'):
-        method(["cat"], ["cat"], 1)
 
 
 def test_what_a_shortlist_says_of_itself() -> None:
@@ -198,9 +190,9 @@ def test_ids_that_do_not_exist_are_named(passages: Passages, tmp_path: Path) -> 
     with pytest.raises(DataError, match=r"ids\.txt holds no ids"):
         from_ids(path, passages)
     path.write_bytes(b"\xff")
-    with pytest.raises(DataError, match="cannot be read as a list of ids"):
+    with pytest.raises(DataError, match="byte 0xff at offset 0"):
         read_ids(path)
-    with pytest.raises(DataError, match=r"there is no file '.*nowhere' of ids"):
+    with pytest.raises(DataError, match=r"there is no file '.*nowhere'; check the name"):
         read_ids(tmp_path / "nowhere")
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_hf import vit_directory
 from whence import Classification
 from whence.errors import DataError, ModelError, OptionError
-from whence.sources import Labels, RowList, image_records, load_model, open_images
+from whence.sources import Labels, RowList, load_model, open_images
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (6, 4), mode: str = "RGB") -> Image.Image:
@@ -67,7 +67,7 @@ def test_labels_may_come_from_a_file_or_a_model(folder: Path) -> None:
     assert open_images(folder, labels=Labels(("dog", "bird", "cat")))[0][1] == 2
     (folder / "labels.json").write_text(json.dumps(["dog", "cat"]))
     assert open_images(folder)[0][1] == 1
-    with pytest.raises(DataError, match=r"pets/cat has the label 'cat'; the labels are 'dog', 'bird'"):
+    with pytest.raises(DataError, match=r"pets/cat/1\.png has the label 'cat'; the labels are 'dog', 'bird'"):
         open_images(folder, labels=Labels(("dog", "bird")))
 
 
@@ -114,6 +114,7 @@ def test_rows_with_paths(folder: Path) -> None:
     (folder / "list.jsonl").write_text("\n".join(map(json.dumps, lines)))
     data = open_images(folder / "list.jsonl")
     assert torch.equal(data[1][0], torch.from_numpy(np.array(picture(1))).permute(2, 0, 1) / 255)
+    assert open_images(folder).id(1) == "pets#2"  # a folder of lists: paths are relative to it
     (folder / "list.jsonl").write_text(json.dumps({"image": "cat/9.png", "label": "cat"}))
     with pytest.raises(DataError, match=r"list\.jsonl, line 1: there is no file '.*cat/9\.png'"):
         open_images(folder / "list.jsonl")
@@ -143,7 +144,7 @@ def test_rows_with_paths(folder: Path) -> None:
 )
 def test_rows_that_hold_no_image(row: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=match):
-        image_records(RowList([row], name="d"))
+        open_images(RowList([row], name="d"))
 
 
 def test_labels_out_of_range() -> None:
@@ -151,7 +152,7 @@ def test_labels_out_of_range() -> None:
     with pytest.raises(
         DataError, match="d, row 1 has the label 2, which is out of range: there are 2 classes"
     ):
-        image_records(rows, labels=Labels(("a", "b")))
+        open_images(rows, labels=Labels(("a", "b")))
 
 
 # --- sizes and modes -----------------------------------------------------------------------------------------

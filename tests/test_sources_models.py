@@ -14,7 +14,8 @@ import torch
 from tiny_hf import byte_level, classifier_directory, gpt2_directory, llama_directory, vit_directory
 from whence import Classification, LanguageModeling
 from whence.errors import InputError, ModelError, OptionError
-from whence.sources import ClassifiedTexts, Passages, RowList, context_length, language_queries, load_model
+from whence.sources import ClassifiedTexts, Passages, RowList, language_queries, load_model
+from whence.sources.models import context_length
 
 
 @pytest.fixture(scope="module")
@@ -400,6 +401,6 @@ def test_context_lengths() -> None:
 def test_nothing_optional_is_imported_with_the_package() -> None:
     import subprocess
 
-    libraries = "{'transformers', 'sklearn', 'datasets', 'PIL', 'pyarrow', 'bm25s', 'tokenizers'}"
+    libraries = "{'transformers', 'sklearn', 'datasets', 'PIL', 'pyarrow', 'tokenizers'}"
     code = f"import sys, whence.sources, whence.sources.candidates; sys.exit(str({libraries} & set(sys.modules) or ''))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).stderr.strip() == b""

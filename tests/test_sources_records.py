@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 
 from whence.errors import DataError, OptionError
-from whence.sources import Records, RowList, open_records
-from whence.sources.records import RecordIds, text_of
+from whence.sources import Records, RowList, files, open_records
+from whence.sources.records import RecordIds
 
 ROWS = [
     {"id": "a", "text": "the cat"},
@@ -65,10 +66,18 @@ def test_every_format_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path / name)
     records = open_records(tmp_path / name)
     assert len(records) == 3
-    assert [dict(row) for row in records] == ROWS
-    assert dict(records[2]) == ROWS[2]
-    assert dict(records[0]) == ROWS[0]
-    assert name in str(records.link(1))
+    assert [row.fields for row in records] == ROWS
+    assert records[2].fields == ROWS[2]
+    assert records[0].fields == ROWS[0]
+    assert [row.where for row in records] == [records[number].where for number in range(3)]
+    assert name in str(records[1].link)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_records_can_be_sent_to_other_processes(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name)
+    records = open_records(tmp_path / name)
+    assert [row.fields for row in pickle.loads(pickle.dumps(records))] == ROWS
 
 
 def test_json_lines_are_read_on_demand_not_held(tmp_path: Path) -> None:
@@ -76,15 +85,15 @@ def test_json_lines_are_read_on_demand_not_held(tmp_path: Path) -> None:
     path.write_text(jsonl(ROWS), encoding="utf-8")
     records = open_records(path)
     path.write_text(jsonl(ROWS).replace("the cat", "the dog"), encoding="utf-8")
-    assert records[0]["text"] == "the dog"
+    assert records[0].fields["text"] == "the dog"
 
 
 def test_only_the_row_groups_asked_for_are_held(tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
     write_parquet(path, [{"text": str(number)} for number in range(50)], row_group_size=5)
     records: Any = open_records(path)
-    assert [records[row]["text"] for row in (49, 0, 23, 24)] == ["49", "0", "23", "24"]
-    assert len(records._kept) == 2
+    assert [records[row].text("text") for row in (49, 0, 23, 24)] == ["49", "0", "23", "24"]
+    assert records._group.cache_info().currsize == 2
 
 
 @pytest.mark.parametrize(
@@ -94,15 +103,15 @@ def test_other_encodings(encoding: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     rows = "text\ncafé\n" if name.endswith("csv") else jsonl([{"text": "café"}])
     path.write_bytes(rows.encode(encoding))
-    assert open_records(path, encoding=encoding)[0]["text"] == "café"
+    assert open_records(path, encoding=encoding)[0].text("text") == "café"
 
 
 def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": "b"}')
     records = open_records(path)
-    assert [row["text"] for row in records] == ["a", "b"]
-    assert records.where(1).endswith("line 4")
+    assert [row.text("text") for row in records] == ["a", "b"]
+    assert records[1].where.endswith("line 4")
 
 
 def test_temporary_copies_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,12 +131,12 @@ def test_text_files_and_directories_of_them(tmp_path: Path) -> None:
     (tmp_path / "docs" / "b.txt").write_text("bee")
     (tmp_path / "docs" / "deep" / "a.md").write_text("ay")
     (tmp_path / "docs" / "code.py").write_text("pass")
-    assert [dict(row) for row in open_records(tmp_path / "docs")] == [
+    assert [row.fields for row in open_records(tmp_path / "docs")] == [
         {"id": "b.txt", "text": "bee"},
         {"id": "deep/a.md", "text": "ay"},
     ]
-    assert [row["id"] for row in open_records(tmp_path / "docs", pattern="**/*.py")] == ["code.py"]
-    assert [dict(row) for row in open_records(tmp_path / "docs" / "b.txt")] == [
+    assert [row.fields["id"] for row in open_records(tmp_path / "docs", pattern="**/*.py")] == ["code.py"]
+    assert [row.fields for row in open_records(tmp_path / "docs" / "b.txt")] == [
         {"id": "b.txt", "text": "bee"}
     ]
 
@@ -136,9 +145,9 @@ def test_a_directory_of_shards_is_one_data_set(tmp_path: Path) -> None:
     (tmp_path / "part-1.jsonl").write_text(jsonl(ROWS[2:]))
     (tmp_path / "part-0.jsonl").write_text(jsonl(ROWS[:2]))
     records = open_records(tmp_path)
-    assert [row["id"] for row in records] == ["a", "b", "c"]
-    assert records[2]["id"] == "c"
-    assert records.where(2).endswith("part-1.jsonl, line 1")
+    assert [row.fields["id"] for row in records] == ["a", "b", "c"]
+    assert records[2].fields["id"] == "c"
+    assert records[2].where.endswith("part-1.jsonl, line 1")
 
 
 def test_a_split_is_named_after_a_colon_or_by_option(tmp_path: Path) -> None:
@@ -162,8 +171,7 @@ def test_a_split_is_named_after_a_colon_or_by_option(tmp_path: Path) -> None:
 
 def ids_of(records: Records) -> RecordIds:
     ids = RecordIds(records)
-    for row, fields in enumerate(records):
-        ids.add(row, fields)
+    assert [number for number, _ in ids.read()] == list(range(len(records)))
     return ids
 
 
@@ -220,7 +228,7 @@ def test_ids_that_name_nothing_are_refused(id: Any) -> None:
         ("d.json", b"[]", "is an empty list"),
         ("d.json", b"  ", "is empty; give a JSON list"),
         ("d.json", b'[{"a": 1},\n3]', "row 2 holds a number, not an object"),
-        ("d.json", b'[{"a": 1},\n', "is not JSON, line 2: Expecting value"),
+        ("d.json", b'[{"a": 1},\n', "is not JSON: Expecting value at line 2, column 1"),
         ("d.json", b'{"a":\n 1}', "holds an object; give a list of objects"),
         ("d.csv", b"\n\n", "is empty; give a table with a header line"),
         ("d.csv", b"text,label\n", r"has a header but no rows; .*its one line was read as the header"),
@@ -256,9 +264,7 @@ def test_files_that_cannot_be_read(name: str, content: bytes, match: str, tmp_pa
 
 
 def test_a_bad_byte_is_found_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from whence.sources import plain_text
-
-    monkeypatch.setattr(plain_text, "CHUNK", 3)
+    monkeypatch.setattr(files, "CHUNK", 3)
     path = tmp_path / "d.jsonl.gz"
     path.write_bytes(gzip.compress('{"a": "東京"}'.encode() + b"\xe6\x9d("))
     with pytest.raises(DataError, match="byte 0xe6 at offset 15"):
@@ -268,7 +274,7 @@ def test_a_bad_byte_is_found_across_chunks(tmp_path: Path, monkeypatch: pytest.M
 def test_long_csv_fields_are_read_and_the_modules_limit_is_put_back(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("text\n" + "x" * 200_000 + "\n")
     before = csv.field_size_limit()
-    assert len(open_records(tmp_path / "d.csv")[0]["text"]) == 200_000
+    assert len(open_records(tmp_path / "d.csv")[0].text("text")) == 200_000
     assert csv.field_size_limit() == before
 
 
@@ -276,8 +282,9 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no file or directory '.*nowhere\.jsonl'; check the name"):
         open_records(tmp_path / "nowhere.jsonl")
     (tmp_path / "d.jsonl").write_text("{}")
-    with pytest.raises(OptionError, match="unknown encoding 'utf-9'"):
-        open_records(tmp_path / "d.jsonl", encoding="utf-9")
+    for encoding in ("utf-9", "hex"):
+        with pytest.raises(OptionError, match=f"unknown encoding '{encoding}'"):
+            open_records(tmp_path / "d.jsonl", encoding=encoding)
     with pytest.raises(OptionError, match="is a file, which has no splits; name it without 'train'"):
         open_records(f"{tmp_path / 'd.jsonl'}:train")
 
@@ -342,6 +349,5 @@ def test_a_missing_library_is_named_with_what_to_install(
     ],
 )
 def test_fields_that_hold_no_text(fields: dict[str, Any], match: str) -> None:
-    records = RowList([fields], name="data")
     with pytest.raises(DataError, match=match):
-        text_of(records, 0, records[0], "text")
+        RowList([fields], name="data")[0].text("text")

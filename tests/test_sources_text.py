@@ -13,7 +13,7 @@ from tiny_hf import CHAT, byte_level, pieces_with_fallback
 from whence import LanguageModeling
 from whence.errors import DataError, ModelError, OptionError
 from whence.sources import ClassifiedTexts, Labels, Passages, RowList, language_queries, open_records
-from whence.sources.tokens import decoded_pieces, encode
+from whence.sources.tokenizers import decoded_pieces, encode
 
 TEXTS = ["the cat sat on the mat", "naïve 東京 🤗 and  two spaces ", "\n  a\tb\n", "the 🤗🤗 dog"]
 TOKENIZERS = {
@@ -132,7 +132,7 @@ def test_a_single_token_left_over_is_dropped_with_its_text() -> None:
     passages = Passages(rows("abcdefg"), TOKENIZERS["byte-level"], max_length=3)
     assert [passages.text(i) for i in range(len(passages))] == ["abc", "def"]
     assert [passages.exhibit(i).text for i in range(len(passages))] == ["abc", "def"]
-    assert passages.num_tokens == 6
+    assert [passages[i]["input_ids"].numel() for i in range(2)] == [3, 3]
 
 
 def test_no_limit_leaves_documents_whole() -> None:
@@ -387,7 +387,7 @@ def test_labels_from_files(tmp_path: Path) -> None:
         path.write_text(bad)
         with pytest.raises(DataError, match=r"labels\.json|listed twice"):
             Labels.from_file(path)
-    with pytest.raises(DataError, match=r"there is no file '.*nowhere' of labels"):
+    with pytest.raises(DataError, match=r"there is no file '.*nowhere'; check the name"):
         Labels.from_file(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"train has 3 classes .*, the model has 2 outputs"):
         Labels(("a", "b", "c")).check_outputs(2, "train")

@@ -7,21 +7,22 @@ says so.
 
 from __future__ import annotations
 
-import importlib
 import re
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from whence.errors import DataError, OptionError
+from whence.sources.examples import Examples
+from whence.sources.files import read_text
 
 __all__ = ["Shortlist", "bm25", "from_ids", "read_ids", "tfidf", "words"]
 
@@ -59,21 +60,11 @@ class Shortlist:
         return f"{len(self):,} of {self.total:,} {noun}, chosen by {self.method}{ending}"
 
 
-class Named(Protocol):
-    """Examples that can be found by id, such as `whence.sources.Examples`."""
-
-    name: str
-
-    def __len__(self) -> int:
-        """Number of examples."""
-
-    def find(self, id: str) -> Sequence[int]:
-        """Positions of the examples with this id."""
-
-
 def bm25(texts: Iterable[str | None], queries: Sequence[str], k: int) -> Shortlist:
     """The ``k`` most similar texts to each query by BM25 (Lucene's variant, k₁ = 1.5, b = 0.75).
 
+    The score of a text t is the sum over the query's words w of idf(w) · tf / (tf + k₁ (1 − b + b |t| / mean |t|)),
+    where tf is how often t holds w, idf(w) = log(1 + (n − df + ½) / (df + ½)), and df of the n texts hold w.
     Texts are read once, one at a time; only the counts of the queries' words are kept. A text that shares no
     word with a query is never chosen for it; among equal scores, earlier texts come first.
 
@@ -82,50 +73,40 @@ def bm25(texts: Iterable[str | None], queries: Sequence[str], k: int) -> Shortli
         queries: the queries' texts, prompt and completion.
         k: texts for each query; the shortlist is the union.
     """
-    library = _library("bm25s")
-    asked = [words(query) for query in _checked(queries, k)]
-    vocabulary = {
-        word: number for number, word in enumerate(sorted({w for query in asked for w in query}), 1)
-    }
-    corpus = _Counts(vocabulary)
-    for text in texts:
-        corpus.add(words(text or ""))
-    if corpus.num_hits == 0:
-        raise _no_common_word(len(corpus.ids))
-    index = library.BM25(k1=1.5, b=0.75, method="lucene", backend="numpy")
-    index.index(corpus, create_empty_token=False, show_progress=False)
-    rankings = []
-    for query in asked:
-        present = [vocabulary[word] for word in query]
-        scores = index.get_scores_from_ids(present) if present else np.zeros(len(corpus.ids))
-        rankings.append(_best(scores, k))
-    return _union(rankings, "BM25 similarity to the queries", len(corpus.ids))
+    asked = _asked(queries, k)
+    corpus = _Corpus(texts, only=set().union(*asked))
+    idf = np.log1p((len(corpus) - corpus.frequency + 0.5) / (corpus.frequency + 0.5))
+    length = corpus.lengths[corpus.text] / corpus.lengths.mean()
+    weights = idf[corpus.word] * corpus.count / (corpus.count + 1.5 * (1 - 0.75 + 0.75 * length))
+    rankings = [_best(corpus.similarity(weights, Counter(query)), k) for query in asked]
+    return _union(rankings, "BM25 similarity to the queries", len(corpus))
 
 
 def tfidf(texts: Iterable[str | None], queries: Sequence[str], k: int) -> Shortlist:
     """The ``k`` most similar texts to each query by the cosine of their TF-IDF vectors.
 
-    As `bm25`, with a different weighting, and with memory for the number of different words in every text.
+    As `bm25`, with the weights (1 + log tf) · (1 + log((1 + n) / (1 + df))), and with memory for the number of
+    different words in every text.
 
     Example:
         >>> tfidf(["a cat", "a dog", "a fish"], ["which dog?"], k=2).positions
         array([1])
     """
-    library = _library("sklearn.feature_extraction.text")
-    asked = _checked(queries, k)
-    vectorizer = library.TfidfVectorizer(analyzer=words, sublinear_tf=True)
-    try:
-        corpus = vectorizer.fit_transform(text or "" for text in texts)
-    except ValueError as error:  # no text has a word
-        raise DataError(
-            "no text of the training data holds a word; a text search cannot choose any"
-        ) from error
-    similarities = (vectorizer.transform(asked) @ corpus.T).toarray()
-    rankings = [_best(row, k) for row in similarities]
-    return _union(rankings, "TF-IDF similarity to the queries", corpus.shape[0])
+    asked = _asked(queries, k)
+    corpus = _Corpus(texts)
+    idf = 1 + np.log((1 + len(corpus)) / (1 + corpus.frequency))
+    weights = (1 + np.log(corpus.count)) * idf[corpus.word]
+    weights /= np.sqrt(np.bincount(corpus.text, weights**2))[corpus.text]
+    rankings = []
+    for query in asked:  # a query's own norm does not change the order
+        factors = {
+            w: (1 + np.log(n)) * idf[corpus.words[w]] for w, n in Counter(query).items() if w in corpus.words
+        }
+        rankings.append(_best(corpus.similarity(weights, factors), k))
+    return _union(rankings, "TF-IDF similarity to the queries", len(corpus))
 
 
-def from_ids(ids: Iterable[str | int] | Path, source: Named) -> Shortlist:
+def from_ids(ids: Iterable[str | int] | Path, source: Examples) -> Shortlist:
     """The examples with these ids, or at these positions.
 
     Args:
@@ -163,15 +144,7 @@ def from_ids(ids: Iterable[str | int] | Path, source: Named) -> Shortlist:
 
 def read_ids(path: Path) -> list[str | int]:
     """The lines of a file, without empty ones."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except FileNotFoundError as error:
-        raise DataError(f"there is no file {str(path)!r} of ids; check the name") from error
-    except (UnicodeDecodeError, OSError) as error:
-        raise DataError(
-            f"{path} cannot be read as a list of ids: {error}; write one id per line, in UTF-8"
-        ) from error
-    ids: list[str | int] = [line.strip() for line in lines if line.strip()]
+    ids: list[str | int] = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     if not ids:
         raise DataError(f"{path} holds no ids; write one per line")
     return ids
@@ -219,35 +192,50 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
 # --- parts -----------------------------------------------------------------------------------------------
 
 
-class _Counts:
-    """A corpus as bm25s reads it, holding only how often each text has the queries' words.
+class _Corpus:
+    """How often each text holds each word, as a sparse matrix; raises `DataError` where it would be empty.
 
-    Other words matter to BM25 through the text's length alone, so all of them are word 0.
+    Args:
+        texts: read once, one at a time.
+        only: the words to count; all by default.
+
+    Attributes:
+        words: the number of each word.
+        lengths: the number of words in each text.
+        text, word, count: of each entry: the text's position, the word's number, and how often the text holds it.
+        frequency: how many texts hold each word.
     """
 
-    def __init__(self, vocabulary: dict[str, int]) -> None:
-        self.vocab = {"": 0, **vocabulary}
-        self.ids = self  # bm25s looks for `ids` and `vocab`
-        self.num_hits = 0
-        self._numbers, self._counts = array("i"), array("i")
-        self._lengths, self._starts = array("i"), array("q", [0])
-
-    def add(self, text: list[str]) -> None:
-        counts = Counter(self.vocab[word] for word in text if word in self.vocab)
-        self._numbers.extend(counts.keys())
-        self._counts.extend(counts.values())
-        self._lengths.append(len(text))
-        self._starts.append(len(self._numbers))
-        self.num_hits += len(counts)
+    def __init__(self, texts: Iterable[str | None], only: Iterable[str] | None = None) -> None:
+        self.words = {word: number for number, word in enumerate(sorted(only or ()))}
+        lengths, sizes, numbers, counts = array("q"), array("q"), array("i"), array("i")
+        for text in texts:
+            found = words(text or "")
+            counted = Counter(found if only is None else (word for word in found if word in self.words))
+            # In the words' order, so that equal texts have equal sums.
+            for number, count in sorted(
+                (self.words.setdefault(word, len(self.words)), count) for word, count in counted.items()
+            ):
+                numbers.append(number)
+                counts.append(count)
+            sizes.append(len(counted))
+            lengths.append(len(found))
+        if not counts:
+            raise _no_common_word(len(lengths))
+        self.lengths, self.word, self.count = np.asarray(lengths), np.asarray(numbers), np.asarray(counts)
+        self.text = np.repeat(np.arange(len(lengths)), np.asarray(sizes))
+        self.frequency = np.bincount(self.word, minlength=len(self.words))
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for text in range(len(self)):
-            start, end = self._starts[text], self._starts[text + 1]
-            known = np.repeat(self._numbers[start:end], self._counts[start:end]).tolist()
-            yield known + [0] * (self._lengths[text] - len(known))
+    def similarity(
+        self, weights: npt.NDArray[np.float64], factors: Mapping[str, float]
+    ) -> npt.NDArray[np.float64]:
+        """For each text, the sum of its entries' weights times their words' factors."""
+        by_word = np.zeros(len(self.words))
+        by_word[[self.words[word] for word in factors]] = list(factors.values())
+        return np.bincount(self.text, weights * by_word[self.word], len(self)).astype(np.float64)
 
 
 def _best(scores: npt.NDArray[Any], k: int) -> Positions:
@@ -273,21 +261,12 @@ def _no_common_word(total: int) -> DataError:
     )
 
 
-def _checked(queries: Sequence[str], k: int) -> Sequence[str]:
+def _asked(queries: Sequence[str], k: int) -> list[list[str]]:
+    """The queries' words."""
     if isinstance(queries, str):
         raise OptionError("queries is one text; give a list of texts")
     if len(queries) == 0:
         raise OptionError("there are no queries to compare texts with; give at least one")
     if k < 1:
         raise OptionError(f"k is {k}; choose at least 1 example for each query")
-    return queries
-
-
-def _library(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise OptionError(
-            f"the library {module.partition('.')[0]} is needed for a text search, and cannot be imported ({error}); "
-            'install it with pip install "whence[candidates]"'
-        ) from error
+    return [words(query) for query in queries]

@@ -6,12 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
+
+import torch
 
 from whence.errors import DataError
 from whence.exhibit import Exhibit
+from whence.sources.labels import Labels, labels_for
+from whence.sources.records import RecordIds, Records
 
-__all__ = ["Examples", "ListedExamples"]
+__all__ = ["Examples", "LabelledRows", "ListedExamples"]
 
 
 class Examples(ABC):
@@ -53,9 +57,9 @@ class Examples(ABC):
         return (self.text(index) for index in range(len(self)))
 
     @property
-    def ids(self) -> Sequence[str]:
-        """The ids of all examples, in order; read as they are asked for."""
-        return _IdView(self)
+    def ids(self) -> Iterator[str]:
+        """The ids of all examples, in order."""
+        return (self.id(index) for index in range(len(self)))
 
     def _checked(self, index: int) -> int:
         """A position from 0 to ``len - 1``; negative ones count from the end, as in a list."""
@@ -63,25 +67,6 @@ class Examples(ABC):
         if not 0 <= position < len(self):
             raise IndexError(f"{self.name} has {len(self)} examples, there is no position {index}")
         return position
-
-
-class _IdView(Sequence[str]):
-    """The ids of a data set as a sequence that holds nothing."""
-
-    def __init__(self, examples: Examples) -> None:
-        self._examples = examples
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[str]: ...
-    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
-        if isinstance(index, slice):
-            return [self._examples.id(i) for i in range(*index.indices(len(self)))]
-        return self._examples.id(index)
 
 
 class ListedExamples(Examples):
@@ -155,3 +140,41 @@ class ListedExamples(Examples):
                 )
             positions[id] = index
         return positions
+
+
+class LabelledRows(Examples):
+    """One example for each row, with a label: what texts and images for classifiers have in common.
+
+    Args:
+        records: the rows.
+        labels: the classes; by default those that the data name.
+        label_field: where the label is.
+
+    Attributes:
+        labels: the classes.
+        targets: the class of each example, by number.
+    """
+
+    def __init__(self, records: Records, *, labels: Labels | None, label_field: str) -> None:
+        self.name, self._records, self._ids = records.name, records, RecordIds(records)
+        values = [row.value(label_field) for _, row in self._ids.read()]
+        self.labels = labels_for(values, labels, records.class_names(label_field))
+        numbers = [self.labels.number(value) for value in values]
+        if None in numbers:
+            wrong = numbers.index(None)
+            raise self.labels.unknown(values[wrong], records[wrong].where)
+        self.targets = torch.tensor(numbers)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def id(self, index: int) -> str:
+        return self._ids[self._checked(index)]
+
+    def find(self, id: str) -> tuple[int, ...]:
+        number = self._ids.find(id)
+        return () if number is None else (number,)
+
+    def label(self, index: int) -> str:
+        """The example's class, in words."""
+        return self.labels.names[int(self.targets[index])]

@@ -29,7 +29,7 @@ def load_function(spec: str, purpose: str = "the function") -> Callable[..., Any
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise OptionError(f"{purpose} {spec!r} must be module:function or path/to/file.py:function")
-    module = _file_module(Path(place), purpose) if place.endswith(".py") else _named_module(place, purpose)
+    module = _module(place, purpose)
     function: Any = module
     for part in name.split("."):
         function = getattr(function, part, None)
@@ -49,44 +49,42 @@ def call_function(spec: str, purpose: str = "the function") -> Any:
         raise OptionError(f"{purpose} {spec!r} failed{_reason(error)}; repair it and run again") from error
 
 
-def _named_module(name: str, purpose: str) -> ModuleType:
-    _make_importable(Path.cwd())
+def _module(place: str, purpose: str) -> ModuleType:
+    """The module of this name, or in this file."""
+    path = Path(place).expanduser().resolve() if place.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise OptionError(f"{purpose}: there is no file {str(path)!r}; check the name")
+    directory = str(Path.cwd() if path is None else path.parent)
+    if directory not in sys.path:
+        sys.path.append(directory)  # at the end: nothing installed is hidden by it
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+        return importlib.import_module(place) if path is None else _file_module(path)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if path is None and missing is not None and f"{place}.".startswith(f"{missing}."):
             raise OptionError(
-                f"{purpose}: there is no module {name!r}; check the name, run from the directory that holds it, "
+                f"{purpose}: there is no module {place!r}; check the name, run from the directory that holds it, "
                 "or give the file as path/to/file.py:function"
             ) from error
-        raise OptionError(f"{purpose}: {name} cannot be imported{_reason(error)}; repair it") from error
-    except Exception as error:
-        raise OptionError(f"{purpose}: {name} cannot be imported{_reason(error)}; repair it") from error
+        raise OptionError(
+            f"{purpose}: {path or place} cannot be imported{_reason(error)}; repair it"
+        ) from error
 
 
-def _file_module(path: Path, purpose: str) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise OptionError(f"{purpose}: there is no file {str(path)!r}; check the name")
+def _file_module(path: Path) -> ModuleType:
     # A name of its own in sys.modules, so that what the file defines can be pickled.
     name = f"whence_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    _make_importable(path.parent)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except Exception:
         del sys.modules[name]
-        raise OptionError(f"{purpose}: {path} cannot be imported{_reason(error)}; repair it") from error
+        raise
     return module
-
-
-def _make_importable(directory: Path) -> None:
-    if str(directory) not in sys.path:
-        sys.path.append(str(directory))  # at the end: nothing installed is hidden by it
 
 
 def _reason(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from whence.errors import DataError
-from whence.sources.plain_text import read_text
+from whence.sources.files import parse_json, read_text
 
-__all__ = ["Labels", "names_of"]
+__all__ = ["Labels", "labels_for"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,8 @@ class Labels:
 
     Example:
         >>> labels = Labels(("cat", "dog"))
-        >>> labels.number("dog", "pets.csv, line 2"), labels.number(0, "pets.csv, line 3")
-        (1, 0)
+        >>> labels.number("dog"), labels.number(0), labels.number("bird")
+        (1, 0, None)
     """
 
     names: tuple[str, ...]
@@ -35,19 +34,21 @@ class Labels:
     def __len__(self) -> int:
         return len(self.names)
 
-    def number(self, value: Any, where: str) -> int:
-        """The class of a label given by name or by number, or a `DataError` that says where it was."""
+    def number(self, value: Any) -> int | None:
+        """The class of a label given by name or by number; None if there is no such class."""
         if isinstance(value, str) and value in self.names:
             return self.names.index(value)
         number = _whole_number(value)
-        if number is None:
-            raise DataError(f"{where} has the label {value!r}; the labels are {self._listed()}")
-        if not 0 <= number < len(self.names):
-            raise DataError(
-                f"{where} has the label {number}, which is out of range: there are {len(self.names)} classes, "
-                f"0 to {len(self.names) - 1}"
-            )
-        return number
+        return number if number is not None and 0 <= number < len(self.names) else None
+
+    def unknown(self, value: Any, where: str) -> DataError:
+        """What to raise for a label that is no class."""
+        if _whole_number(value) is None:
+            return DataError(f"{where} has the label {value!r}; the labels are {self._listed()}")
+        return DataError(
+            f"{where} has the label {value}, which is out of range: there are {len(self.names)} classes, "
+            f"0 to {len(self.names) - 1}"
+        )
 
     def check_outputs(self, outputs: int, name: str) -> None:
         """Raise `DataError` when there are more classes than the model has outputs."""
@@ -62,25 +63,12 @@ class Labels:
         return shown if len(self.names) <= 8 else f"{shown} and {len(self.names) - 8} more"
 
     @classmethod
-    def numbered(cls, count: int) -> Labels:
-        """Classes without names."""
-        return cls(tuple(str(number) for number in range(count)))
-
-    @classmethod
     def from_file(cls, path: str | Path) -> Labels:
         """Read ``labels.json``: a list of names, or an object from name to number or from number to name."""
-        place = Path(path)
-        if not place.is_file():
-            raise DataError(f"there is no file {str(path)!r} of labels; check the name")
-        try:
-            content = json.loads(read_text(place))
-        except ValueError as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{path} is not JSON: {error}; write a list of class names") from error
+        content = parse_json(read_text(Path(path)), str(path), "write a list of class names")
         if isinstance(content, list) and content and all(isinstance(name, str) for name in content):
             return cls(tuple(content))
-        names = names_of(content) if isinstance(content, dict) else None
+        names = _ordered_names(content) if isinstance(content, dict) else None
         if names is None:
             raise DataError(
                 f"{path} must hold a list of class names, or an object that numbers them from 0, such as "
@@ -88,31 +76,29 @@ class Labels:
             )
         return cls(names)
 
+    @classmethod
+    def from_config(cls, id2label: Mapping[Any, Any] | None) -> Labels | None:
+        """The classes in a model's configuration; None where their names are placeholders (``LABEL_0``).
 
-def names_of(mapping: Mapping[Any, Any]) -> tuple[str, ...] | None:
-    """Names in order from ``{"cat": 0, "dog": 1}`` or ``{"0": "cat", "1": "dog"}``; None if it is neither.
+        Classes that share a name are told apart by their number: two of ImageNet's are called "crane".
 
-    Example:
-        >>> names_of({0: "cat", 1: "dog"}), names_of({"cat": 5})
-        (('cat', 'dog'), None)
-    """
-    for pairs in (mapping.items(), ((number, name) for name, number in mapping.items())):
-        numbered = [(_whole_number(number), name) for number, name in pairs]
-        if sorted(-1 if n is None else n for n, _ in numbered) == list(range(len(mapping))) and all(
-            isinstance(name, str) for _, name in numbered
-        ):
-            return tuple(name for _, name in sorted(numbered, key=lambda pair: pair[0] or 0)) or None
-    return None
-
-
-def real_names(id2label: Mapping[Any, Any] | None) -> tuple[str, ...] | None:
-    """The classes' names in a model's configuration; None where they are placeholders (``LABEL_0``)."""
-    names = names_of(id2label or {})
-    return None if names is None or all(re.fullmatch(r"LABEL_\d+", name) for name in names) else names
+        Example:
+            >>> Labels.from_config({0: "crane", 1: "cat", 2: "crane"}).names
+            ('crane (0)', 'cat', 'crane (2)')
+        """
+        names = _ordered_names(id2label or {})
+        if names is None or all(re.fullmatch(r"LABEL_\d+", name) for name in names):
+            return None
+        return cls(tuple(f"{name} ({k})" if names.count(name) > 1 else name for k, name in enumerate(names)))
 
 
 def labels_for(values: Sequence[Any], given: Labels | None, stored: tuple[str, ...] | None) -> Labels:
-    """The labels of a data set: those given, those its format stores, or what its values are."""
+    """The labels of a data set: those given, those its format stores, or what its values are.
+
+    Example:
+        >>> labels_for([2, 0], None, None).names, labels_for(["dog", "cat", "dog"], None, None).names
+        (('0', '1', '2'), ('cat', 'dog'))
+    """
     if given is not None:
         return given
     if stored is not None:
@@ -120,8 +106,18 @@ def labels_for(values: Sequence[Any], given: Labels | None, stored: tuple[str, .
     numbers = [_whole_number(value) for value in values]
     known = [number for number in numbers if number is not None]
     if len(known) == len(values) and min(known, default=0) >= 0:
-        return Labels.numbered(max(known) + 1)
+        return Labels(tuple(map(str, range(max(known) + 1))))
     return Labels(tuple(sorted({str(value) for value in values})))
+
+
+def _ordered_names(mapping: Mapping[Any, Any]) -> tuple[str, ...] | None:
+    """Names in order from ``{"cat": 0, "dog": 1}`` or ``{"0": "cat", "1": "dog"}``; None if it is neither."""
+    for pairs in (mapping.items(), ((number, name) for name, number in mapping.items())):
+        by_number = {_whole_number(number): name for number, name in pairs}
+        names = tuple(by_number.get(number) for number in range(len(mapping)))
+        if names and all(isinstance(name, str) for name in names):
+            return names  # type: ignore[return-value]  # texts, as checked
+    return None
 
 
 def _whole_number(value: Any) -> int | None:

@@ -1,10 +1,15 @@
-"""Models named on the command line: a Hugging Face directory, or a function that returns one."""
+"""Models named on the command line: a Hugging Face directory, or a function that returns one.
+
+Of a directory it is asked beforehand whether all files are there, and whole.
+"""
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +19,10 @@ from torch import nn
 from whence.errors import ModelError, OptionError
 from whence.exhibit import Exhibit
 from whence.libraries import load_library
+from whence.sources.files import refusing
 from whence.sources.functions import call_function
-from whence.sources.labels import Labels, real_names
+from whence.sources.labels import Labels
 from whence.sources.tokenizers import check_tokenizer, load_tokenizer
-from whence.sources.weights import check_files, read_config
 from whence.tasks import Classification, LanguageModeling, Task
 
 __all__ = ["Problem", "context_length", "load_model"]
@@ -31,6 +36,8 @@ ARCHITECTURES: dict[str, tuple[Kind, str]] = {
     "ForSequenceClassification": ("text-classifier", "AutoModelForSequenceClassification"),
     "ForImageClassification": ("image-classifier", "AutoModelForImageClassification"),
 }
+LFS_POINTER = b"version https://git-lfs"
+AGAIN = "download the model again (interrupted downloads can be resumed)"
 
 
 @dataclass(frozen=True)
@@ -91,8 +98,7 @@ def load_model(
     """
     chosen = _dtype(dtype)
     path = Path(spec).expanduser()
-    if path.is_dir():
-        return _from_directory(path, chosen, tokenizer, check_vocabulary)
+    local = path.is_dir()
     if path.is_file():
         remedy = (
             f"name its function, as {spec}:function"
@@ -100,14 +106,46 @@ def load_model(
             else "give its directory, or a function that builds the model and loads the file"
         )
         raise ModelError(f"{spec} is a file, and the model cannot be told from it; {remedy}")
-    if ":" in str(spec):
+    if not local and ":" in str(spec):
         return _from_function(str(spec))
-    if not allow_download:
+    if not local and not allow_download:
         raise ModelError(
             f"there is no directory {str(spec)!r}; check the name. If it is a model on the Hugging Face hub, allow "
             "fetching it (--allow-download); a function is written package.module:function"
         )
-    return _from_hub(str(spec), chosen, tokenizer, check_vocabulary)
+    source = str(path) if local else str(spec)
+    kind, loader = _architecture(_read_config(path) if local else _fetch_config(source), source)
+    if local:
+        _check_files(path)
+    with _quiet(load_library("transformers", "hf", "to load a Hugging Face model")) as transformers:
+        model = _load_weights(getattr(transformers, loader), source, chosen, local)
+        reader = None
+        if kind != "image-classifier":
+            reader = load_tokenizer(source if tokenizer is None else str(tokenizer), local=local)
+            if check_vocabulary:
+                check_tokenizer(reader, model)
+        directory = path if local else None
+        if kind == "image-classifier" and not local:
+            # What images go through lies beside the model, in the library's cache.
+            found = transformers.utils.cached_file(
+                source, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False
+            )
+            directory = None if found is None else Path(found).parent
+    context = None if kind == "image-classifier" else context_length(model.config)
+    if kind == "language-model":
+        return Problem(
+            model, LanguageModeling(), tokenizer=reader, context=context, kind=kind, directory=directory
+        )
+    return Problem(
+        model,
+        _classification(model.config, source),
+        tokenizer=reader,
+        labels=Labels.from_config(getattr(model.config, "id2label", None)),
+        num_labels=int(model.config.num_labels),
+        context=context,
+        kind=kind,
+        directory=directory,
+    )
 
 
 def context_length(config: Any) -> int | None:
@@ -133,29 +171,11 @@ def _from_function(spec: str) -> Problem:
     return problem
 
 
-def _from_directory(path: Path, dtype: Any, tokenizer: str | Path | None, check: bool) -> Problem:
-    config = read_config(path)
-    kind, loader = _architecture(config, str(path))
-    check_files(path)
-    return _loaded(str(path), kind, loader, dtype, tokenizer, check, local=True)
-
-
-def _from_hub(name: str, dtype: Any, tokenizer: str | Path | None, check: bool) -> Problem:
+def _fetch_config(name: str) -> dict[str, Any]:
     transformers = load_library("transformers", "hf", "to load a Hugging Face model")
-    try:
-        config = transformers.AutoConfig.from_pretrained(name).to_dict()
-    except Exception as error:
-        raise ModelError(
-            f"the model {name!r} cannot be fetched: {_first_line(error)}; check the name"
-        ) from error
-    kind, loader = _architecture(config, name)
-    problem = _loaded(name, kind, loader, dtype, tokenizer, check, local=False)
-    if kind == "image-classifier":  # what images go through lies beside the model, in the library's cache
-        found = transformers.utils.cached_file(
-            name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False
-        )
-        problem = replace(problem, directory=None if found is None else Path(found).parent)
-    return problem
+    with refusing(ModelError, f"the model {name!r} cannot be fetched", "check the name"):
+        config: dict[str, Any] = transformers.AutoConfig.from_pretrained(name).to_dict()
+    return config
 
 
 def _architecture(config: dict[str, Any], source: str) -> tuple[Kind, str]:
@@ -175,77 +195,34 @@ def _architecture(config: dict[str, Any], source: str) -> tuple[Kind, str]:
     )
 
 
-def _loaded(
-    source: str,
-    kind: Kind,
-    loader: str,
-    dtype: Any,
-    tokenizer: str | Path | None,
-    check: bool,
-    *,
-    local: bool,
-) -> Problem:
-    transformers = load_library("transformers", "hf", "to load a Hugging Face model")
-    with _quiet(transformers):
-        try:
-            model, info = getattr(transformers, loader).from_pretrained(
-                source, dtype=dtype, local_files_only=local, output_loading_info=True
-            )
-        except Exception as error:  # whatever is wrong with the files, it is the model's
-            raise ModelError(
-                f"the model in {source} cannot be loaded: {_first_line(error)}; save or download it again"
-            ) from error
-        _check_complete(source, info)
-        reader = None
-        if kind != "image-classifier":
-            reader = load_tokenizer(source if tokenizer is None else str(tokenizer), local=local)
-            if check:
-                check_tokenizer(reader, model)
-    model.eval()
-    return Problem(
-        model,
-        LanguageModeling() if kind == "language-model" else _classification(model.config, source),
-        tokenizer=reader,
-        labels=None if kind == "language-model" else _labels(model.config),
-        num_labels=None if kind == "language-model" else int(model.config.num_labels),
-        context=None if kind == "image-classifier" else context_length(model.config),
-        kind=kind,
-        directory=Path(source) if local else None,
-    )
-
-
-def _check_complete(source: str, info: dict[str, Any]) -> None:
-    """Refuse weights that leave parameters out: they would be random, and the scores with them."""
-    missing = sorted(map(str, info.get("missing_keys") or ()))
-    wrong = sorted(
-        str(entry[0] if isinstance(entry, tuple) else entry) for entry in info.get("mismatched_keys") or ()
-    )
-    for names, problem in ((missing, "has no weights for"), (wrong, "has weights of the wrong shape for")):
+def _load_weights(loader: Any, source: str, dtype: Any, local: bool) -> Any:
+    """The model in evaluation mode; refused if parameters are left out, which would be random numbers."""
+    with refusing(ModelError, f"the model in {source} cannot be loaded", "save or download it again"):
+        model, info = loader.from_pretrained(
+            source, dtype=dtype, local_files_only=local, output_loading_info=True
+        )
+    for key, problem in (
+        ("missing_keys", "has no weights for"),
+        ("mismatched_keys", "has weights of the wrong shape for"),
+    ):
+        names = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info.get(key) or ())
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ModelError(
                 f"{source} {problem} {names[0]}{more}, which would be random numbers; give a model that was "
                 "trained and saved for this task"
             )
+    return model.eval()
 
 
 def _classification(config: Any, source: str) -> Task:
     kind = getattr(config, "problem_type", None)
     if kind not in (None, "single_label_classification") or config.num_labels < 2:
-        described = kind or "regression"
         raise ModelError(
-            f"{source} is a model for {described}, with {config.num_labels} outputs; write a function that returns a "
-            "whence.sources.Problem with its task"
+            f"{source} is a model for {kind or 'regression'}, with {config.num_labels} outputs; write a function "
+            "that returns a whence.sources.Problem with its task"
         )
     return Classification()
-
-
-def _labels(config: Any) -> Labels | None:
-    names = real_names(getattr(config, "id2label", None))
-    if names is None:
-        return None
-    # Two of ImageNet's classes are called "crane".
-    return Labels(tuple(f"{name} ({k})" if names.count(name) > 1 else name for k, name in enumerate(names)))
 
 
 def _dtype(dtype: str | torch.dtype) -> Any:
@@ -257,19 +234,103 @@ def _dtype(dtype: str | torch.dtype) -> Any:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Without the library's progress bars and notes; what matters in them is checked and raised."""
+def _quiet(transformers: Any) -> Iterator[Any]:
+    """The library without its progress bars and notes; what matters in them is checked and raised."""
     logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        yield transformers
     finally:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+# --- files of a model directory: are all there, and whole? -----------------------------------------------
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ModelError(
+            f"{directory} has no config.json{_interrupted(directory)}, so it is not a Hugging Face model; give a "
+            "directory written by save_pretrained, or a function as package.module:function"
+        )
+    return _read_object(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    _check_pointer(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON ({error}); {AGAIN}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no object; {AGAIN}")
+    return content
+
+
+def _check_files(directory: Path) -> None:
+    """Raise `ModelError` unless the directory holds whole weights."""
+    for path in sorted(directory.glob("*.json")):
+        _check_pointer(path)
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = directory / f"{name}.index.json"
+        if (directory / name).is_file():
+            return _check_weights(directory / name)
+        if index.is_file():
+            shards = _read_object(index).get("weight_map")
+            if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+                raise ModelError(f"{index} does not list the weights' files; {AGAIN}")
+            for shard in sorted(set(shards.values())):
+                if not (directory / shard).is_file():
+                    raise ModelError(
+                        f"{shard}, which {index} lists, is missing{_interrupted(directory)}; {AGAIN}"
+                    )
+                _check_weights(directory / shard)
+            return None
+    raise ModelError(
+        f"{directory} holds no weights: neither model.safetensors nor model.safetensors.index.json is there"
+        f"{_interrupted(directory)}; {AGAIN}"
+    )
+
+
+def _check_weights(path: Path) -> None:
+    """A safetensors file says in its header how long it is: 8 bytes, the header's length; the header; data."""
+    _check_pointer(path)
+    if path.suffix != ".safetensors":
+        return
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else None
+        if length is None or 8 + length > size:
+            raise ModelError(f"{path} is cut off after {size:,} bytes, inside its header; {AGAIN}")
+        try:
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ModelError(f"{path} is not a safetensors file: its header is no JSON; {AGAIN}") from error
+    expected = 8 + length + max(ends, default=0)
+    if size < expected:
+        raise ModelError(f"{path} is cut off: it has {size:,} bytes of {expected:,}; {AGAIN}")
+
+
+def _check_pointer(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        raise ModelError(
+            f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in {path.parent}, or download "
+            "the model again"
+        )
+    if not start:
+        raise ModelError(f"{path} is empty; {AGAIN}")
+
+
+def _interrupted(directory: Path) -> str:
+    """What to add to a message where a download was broken off."""
+    parts = sorted(directory.rglob("*.incomplete"))
+    return f", but {parts[0].name} is: a download was interrupted" if parts else ""

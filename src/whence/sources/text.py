@@ -1,0 +1,384 @@
+"""Training data in words: documents, prompts with completions and chats for language models; texts with labels."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from whence.errors import DataError, ModelError, OptionError
+from whence.exhibit import Exhibit
+from whence.sources.examples import Examples, LabelledRows
+from whence.sources.labels import Labels
+from whence.sources.records import RecordIds, Records, Row
+from whence.sources.tokenizers import Encoded, encode
+from whence.tasks.categorical import IGNORED
+
+__all__ = ["ClassifiedTexts", "Document", "DocumentReader", "Passages"]
+
+#: Documents given to the tokenizer at once.
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a row says to a language model.
+
+    Attributes:
+        text: the whole text.
+        predicted: the character ranges in it that the model learns to predict; None for all of it.
+        special: whether the tokenizer puts its own tokens around it; a chat template has done so already.
+    """
+
+    text: str
+    predicted: tuple[tuple[int, int], ...] | None = None
+    special: bool = True
+
+
+class DocumentReader:
+    """Reads rows as documents.
+
+    Args:
+        records: the rows; the fields of the first one say how all are written.
+        tokenizer: of a Hugging Face model.
+        text_field: the field that holds a document; by default ``text``.
+
+    Attributes:
+        layout: how the rows are written: a text, a prompt with its completion, or a list of chat messages.
+    """
+
+    def __init__(self, records: Records, tokenizer: Any, text_field: str | None) -> None:
+        first = records[0].fields
+        self.layout: Literal["text", "pair", "messages"] = "text"
+        self._tokenizer, self._text_field = tokenizer, text_field or "text"
+        if text_field is None and "messages" in first:
+            self.layout = "messages"
+        # One of the two without the other is a row that lacks a field, and is said to be.
+        elif text_field is None and "text" not in first and ("prompt" in first or "completion" in first):
+            self.layout = "pair"
+
+    def has_text(self, row: Row) -> bool:
+        """Whether the row holds anything to learn from."""
+        fields = {"text": self._text_field, "pair": "completion", "messages": "messages"}
+        value = row.fields.get(fields[self.layout])
+        return value is not None and bool(value.strip() if isinstance(value, str) else value)
+
+    def read(self, row: Row) -> Document:
+        """The row's document, or a `DataError` that names the row and field."""
+        if self.layout == "messages":
+            return self._chat(row)
+        if self.layout == "pair":
+            prompt, completion = row.text("prompt", may_be_empty=True), row.text("completion")
+            return Document(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
+        return Document(row.text(self._text_field))
+
+    def encode(self, documents: Sequence[Document]) -> list[Encoded]:
+        """The documents' tokens; they must be of one layout."""
+        texts = [document.text for document in documents]
+        return encode(self._tokenizer, texts, special=documents[0].special)
+
+    def _chat(self, row: Row) -> Document:
+        """A conversation as the model sees it, predicted where the assistant speaks."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise OptionError(
+                f"{row.where} holds chat messages, but the tokenizer has no chat template; give the "
+                "conversation as 'text' or as 'prompt' and 'completion'"
+            )
+        messages = _messages(row)
+        whole = self._rendered(row, messages)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._rendered(row, messages[:number], answer_next=True) if number else ""
+            through = self._rendered(row, messages[: number + 1])
+            if not (whole.startswith(through) and through.startswith(before)):
+                raise DataError(
+                    f"{row.where}: the chat template rewrites earlier messages, so where message "
+                    f"{number + 1} stands cannot be told; give the conversation as 'prompt' and 'completion'"
+                )
+            spans.append((len(before), len(through)))
+        if not spans:
+            raise DataError(
+                f"{row.where}: no message of 'messages' has the role 'assistant', so nothing is "
+                "predicted; give a conversation with an answer"
+            )
+        return Document(whole, tuple(spans), special=False)
+
+    def _rendered(self, row: Row, messages: list[dict[str, str]], *, answer_next: bool = False) -> str:
+        template = self._tokenizer.apply_chat_template
+        try:
+            return str(template(messages, tokenize=False, add_generation_prompt=answer_next))
+        except ImportError as error:
+            raise ModelError(f"chat templates cannot be used: {error}; install jinja2") from error
+        except Exception as error:  # the template's own complaint, such as roles that do not alternate
+            raise DataError(
+                f"{row.where}: the chat template refuses the messages: {error}; repair the row"
+            ) from error
+
+
+def _messages(row: Row) -> list[dict[str, str]]:
+    messages = row.value("messages")
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise DataError(
+            f"{row.where}: 'messages' must be a list of objects with 'role' and 'content', got "
+            f"{str(messages)[:60]!r}"
+        )
+    checked = []
+    for number, message in enumerate(messages):
+        values = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else []
+        if not values or not all(isinstance(value, str) for value in values):
+            raise DataError(
+                f"{row.where}: message {number + 1} of 'messages' is {str(message)[:60]!r}; it must "
+                "have the texts 'role' and 'content'"
+            )
+        checked.append({"role": str(values[0]), "content": str(values[1])})
+    return checked
+
+
+class Passages(Examples):
+    """Language-modelling examples from rows of text. Tokens are held in memory, texts are not.
+
+    A row with ``text`` is a document: it is tokenized once, with the tokens that the tokenizer adds (BOS),
+    and cut into passages of at most ``max_length`` tokens, ``id[0]``, ``id[1]``, …; a single token left over
+    at the end is dropped, as it predicts nothing. A row with ``prompt`` and ``completion`` is one example
+    whose prompt is not predicted; prompt and completion are tokenized as one text, and a token with
+    characters of both belongs to the completion. A row with ``messages`` is a chat, laid out by the
+    tokenizer's template and predicted where the assistant speaks.
+
+    Args:
+        records: the rows.
+        tokenizer: of a Hugging Face model.
+        max_length: tokens of an example at most; None for no limit.
+        text_field: the field that holds a document; by default ``text``.
+        truncate: cut prompts with completions and chats at ``max_length`` instead of refusing long ones.
+        skip_empty: leave out rows without text or with nothing to predict instead of refusing them; their
+            number is ``skipped``.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        tokenizer: Any,
+        *,
+        max_length: int | None = None,
+        text_field: str | None = None,
+        truncate: bool = False,
+        skip_empty: bool = False,
+    ) -> None:
+        if max_length is not None and max_length < 2:
+            raise OptionError(
+                f"max_length is {max_length}; a passage needs at least 2 tokens, one to predict"
+            )
+        self.name, self.skipped = records.name, 0
+        self._records, self._ids = records, RecordIds(records)
+        self._reader = DocumentReader(records, tokenizer, text_field)
+        self._max_length, self._truncate, self._skip_empty = max_length, truncate, skip_empty
+        tokens, predicted = array("i"), array("b")
+        starts, chars, rows = array("q", [0]), array("q"), array("q")
+        for number, document, encoded in self._encoded():
+            flags = None if document.predicted is None else _predicted(document.predicted, encoded)
+            cuts = self._cuts(number, flags, len(encoded.ids))
+            self.skipped += not cuts
+            for first, last in cuts:
+                tokens.frombytes(encoded.ids[first:last].astype(np.int32).tobytes())
+                if flags is not None:
+                    predicted.frombytes(flags[first:last].astype(np.int8).tobytes())
+                starts.append(len(tokens))
+                chars.extend([int(encoded.ends[first - 1]) if first else 0, int(encoded.ends[last - 1])])
+                rows.append(number)
+        if not rows:
+            raise DataError(
+                f"no row of {records.name} has text to learn from; all {self.skipped} were left out"
+            )
+        self._tokens = np.frombuffer(tokens, np.int32)
+        self._predicted = np.frombuffer(predicted, np.int8) if predicted else None
+        # Of each passage: its first token, its first and last character in the row's text, its row.
+        self._starts = np.frombuffer(starts, np.int64)
+        self._chars = np.frombuffer(chars, np.int64).reshape(-1, 2)
+        self._rows = np.frombuffer(rows, np.int64)
+        self._shown: tuple[int, Encoded] | None = None  # the row shown last: its other passages may follow
+
+    def _encoded(self) -> Iterator[tuple[int, Document, Encoded]]:
+        documents = self._documents()
+        while chunk := list(islice(documents, CHUNK)):
+            encoded = self._reader.encode([document for _, document in chunk])
+            for (number, document), tokens in zip(chunk, encoded, strict=True):
+                yield number, document, tokens
+
+    def _documents(self) -> Iterator[tuple[int, Document]]:
+        for number, row in self._ids.read():
+            if self._skip_empty and not self._reader.has_text(row):
+                self.skipped += 1
+            else:
+                yield number, self._reader.read(row)
+
+    def _cuts(
+        self, number: int, predicted: npt.NDArray[np.bool_] | None, length: int
+    ) -> list[tuple[int, int]]:
+        """Where a document is cut: first and last token of each passage. Empty if there is nothing to learn."""
+        limit = length if self._max_length is None else self._max_length
+        if predicted is None:
+            cuts = [(first, min(first + limit, length)) for first in range(0, length - 1, max(limit, 1))]
+        else:
+            if length > limit and not self._truncate:
+                raise DataError(
+                    f"{self._records[number].where} is {length} tokens long, the limit is {limit}; shorten it, "
+                    "raise the limit (--max-length), or allow cutting such rows (--truncate)"
+                )
+            end = min(length, limit)
+            cuts = [(0, end)] if predicted[1:end].any() else []
+        if not cuts and not self._skip_empty:
+            raise DataError(
+                f"{self._records[number].where} has {length} token{'s' * (length != 1)} and none to predict "
+                "after the first; remove it, or leave such rows out (--skip-empty)"
+            )
+        return cuts
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        index = self._checked(index)
+        part = slice(self._starts[index], self._starts[index + 1])
+        ids = torch.from_numpy(self._tokens[part].astype(np.int64))
+        if self._predicted is None:
+            return {"input_ids": ids, "labels": ids.clone()}
+        predicted = torch.from_numpy(self._predicted[part] != 0)
+        return {"input_ids": ids, "labels": ids.masked_fill(~predicted, IGNORED)}
+
+    def _passages_of(self, number: int | None) -> range:
+        """The passages of a row; none if it was left out, or is None."""
+        if number is None:
+            return range(0)
+        return range(*(int(np.searchsorted(self._rows, number, side)) for side in ("left", "right")))
+
+    def id(self, index: int) -> str:
+        index = self._checked(index)
+        passages = self._passages_of(int(self._rows[index]))
+        id = self._ids[int(self._rows[index])]
+        return id if len(passages) == 1 else f"{id}[{index - passages.start}]"
+
+    def find(self, id: str) -> tuple[int, ...]:
+        found = self._passages_of(self._ids.find(id))
+        numbered = re.fullmatch(r"(.*)\[(\d+)\]", id, flags=re.DOTALL)
+        if not found and numbered is not None:
+            passages = self._passages_of(self._ids.find(numbered[1]))
+            found = passages[int(numbered[2]) : int(numbered[2]) + 1] if len(passages) > 1 else found
+        return tuple(found)
+
+    def text(self, index: int) -> str:
+        index = self._checked(index)
+        return self._slice(index, self._reader.read(self._records[int(self._rows[index])]).text)
+
+    def texts(self) -> Iterator[str]:
+        for number, row in enumerate(self._records):
+            if passages := self._passages_of(number):
+                text = self._reader.read(row).text
+                yield from (self._slice(index, text) for index in passages)
+
+    def _slice(self, index: int, text: str) -> str:
+        """The passage's part of its document's text."""
+        start, end = self._chars[index].tolist()
+        return text[start:end]
+
+    def exhibit(self, index: int) -> Exhibit:
+        index = self._checked(index)
+        number = int(self._rows[index])
+        row = self._records[number]
+        if self._shown is None or self._shown[0] != number:
+            self._shown = number, self._reader.encode([self._reader.read(row)])[0]
+        encoded = self._shown[1]
+        first, last = (
+            self._starts[index : index + 2] - self._starts[self._passages_of(number).start]
+        ).tolist()
+        return Exhibit(
+            id=self.id(index),
+            text=self._slice(index, encoded.text),
+            tokens=encoded.pieces(first, last),
+            link=row.link,
+        )
+
+
+def _predicted(spans: Sequence[tuple[int, int]], encoded: Encoded) -> npt.NDArray[np.bool_]:
+    """Which tokens have a character in one of the spans."""
+    flags = np.zeros(len(encoded.ids), dtype=np.bool_)
+    for start, end in spans:
+        flags |= encoded.overlaps(start, end)
+    return flags
+
+
+class ClassifiedTexts(LabelledRows):
+    """Texts with labels, as a sequence classifier reads them. Tokens are held in memory, texts are not.
+
+    Args:
+        records: the rows.
+        tokenizer: of a Hugging Face model.
+        labels: the classes; by default those that the data name.
+        text_field, label_field: where the text and the label are.
+        max_length: tokens of a text at most: the model's context.
+        truncate: cut longer texts instead of refusing them.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        tokenizer: Any,
+        *,
+        labels: Labels | None = None,
+        text_field: str = "text",
+        label_field: str = "label",
+        max_length: int | None = None,
+        truncate: bool = False,
+    ) -> None:
+        super().__init__(records, labels=labels, label_field=label_field)
+        self._tokenizer, self._text_field = tokenizer, text_field
+        tokens, starts = array("i"), array("q", [0])
+        for row in records:
+            text = row.text(text_field)
+            ids: Any = encode(tokenizer, [text])[0].ids
+            if max_length is not None and len(ids) > max_length:
+                if not truncate:
+                    raise DataError(
+                        f"{row.where} is {len(ids)} tokens long, the limit is {max_length}; shorten it, or "
+                        "allow cutting such rows (--truncate)"
+                    )
+                # Let the tokenizer cut, so that the tokens it adds at the end stay.
+                ids = tokenizer(text, truncation=True, max_length=max_length, verbose=False)["input_ids"]
+            tokens.frombytes(np.asarray(ids, dtype=np.int32).tobytes())
+            starts.append(len(tokens))
+        self._tokens, self._starts = np.frombuffer(tokens, np.int32), np.frombuffer(starts, np.int64)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        index = self._checked(index)
+        ids = self._tokens[self._starts[index] : self._starts[index + 1]].astype(np.int64)
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": torch.ones(len(ids), dtype=torch.long),
+            "labels": self.targets[index],
+        }
+
+    def text(self, index: int) -> str:
+        return self._records[self._checked(index)].text(self._text_field)
+
+    def texts(self) -> Iterator[str]:
+        return (row.text(self._text_field) for row in self._records)
+
+    def exhibit(self, index: int) -> Exhibit:
+        index = self._checked(index)
+        row = self._records[index]
+        text, count = row.text(self._text_field), int(self._starts[index + 1] - self._starts[index])
+        return Exhibit(
+            id=self.id(index),
+            text=text,
+            tokens=encode(self._tokenizer, [text])[0].pieces(0, count),
+            label=self.label(index),
+            link=row.link,
+        )
