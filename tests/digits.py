@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dense import gram, widen
-from whence import Classification, GaussNewton, ParamVector
+from whence import Classification, GaussNewton, ParamVector, Plan, estimate_spectrum
 
 TRAIN = 1400
 
@@ -124,3 +124,36 @@ def problem() -> Digits:
 def correlation(a: Tensor, b: Tensor) -> Tensor:
     a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
     return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
+
+
+@dataclass
+class Images:
+    gnh: GaussNewton
+    queries: ParamVector
+    train: ParamVector
+    damping: float
+    exact: Tensor
+    plan: Plan
+
+
+@functools.cache
+def images(kappa: float) -> Images:
+    """Softmax regression on the digits, some labels wrong; exact scores from its dense Hessian."""
+    train, test = load()
+    torch.manual_seed(0)
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(train.tensors[0]), train.tensors[1]).backward()
+        optimizer.step()
+    gnh = GaussNewton(model.eval(), Classification(), train)
+    queries = gnh.gradients([test[i] for i in range(6)])
+    gradients = flatten(gnh.gradients(train))
+    H = exact_hessian(model, train.tensors[0])
+    damping = float(torch.linalg.eigvalsh(H)[-1]) / kappa
+    inverse = torch.linalg.solve(H + damping * torch.eye(len(H), dtype=torch.float64), gradients.T)
+    spectrum = estimate_spectrum(gnh, generator=torch.Generator().manual_seed(0), probes=100)
+    plan = Plan.from_spectrum(spectrum, damping, C=spectrum.safe_constant)
+    block = unflatten(gradients.float(), gnh)
+    return Images(gnh, queries, block, damping, flatten(queries) @ inverse, plan)

@@ -25,7 +25,7 @@ from whence import (
 )
 from whence.errors import OptionError, SolverError
 from whence.preconditioners import nystrom, settled_eigenvalues
-from whence.solvers.cg_state import CGState
+from whence.solvers import CGState
 from whence.spectrum import Density, spectral_density
 from whence.spectrum import density as module
 from whence.spectrum.krylov import krylov_space

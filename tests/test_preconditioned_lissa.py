@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from pathlib import Path
@@ -24,9 +25,9 @@ from whence import (
 )
 from whence.errors import DivergenceError, OptionError, VectorError, WhenceWarning
 from whence.preconditioners import LowRank, Preconditioned, nystrom
-from whence.runs import FileJournal
+
 from whence.solvers.held_out import left_of_default_start, left_of_start
-from whence.solvers.journal import SolveState
+from whence.solvers.lissa import LissaState
 
 N = 10
 DAMPING = 0.05

@@ -38,7 +38,7 @@ from whence.preconditioners import (
     nystrom,
     settled_eigenvalues,
 )
-from whence.solvers.cg_state import CGState
+from whence.solvers import CGState
 
 
 def least(matrix: Tensor) -> float:

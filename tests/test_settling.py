@@ -14,9 +14,8 @@ from torch import Tensor
 
 import text
 import whence
-from digits import correlation, load
+from digits import Images, images, correlation, load
 from small import DOUBLE, PRODUCTS, Product, evaluated, generator, operator
-from test_refinement import Images, images
 from whence import ConjugateGradient, Damped, Dense, GaussNewton, LanguageModeling, ParamVector, Regression
 from whence.errors import OptionError
 from whence.preconditioners import nystrom

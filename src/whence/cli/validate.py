@@ -49,24 +49,25 @@ def validate_command(
     seconds = parse_duration(budget)
     check_options(seconds, points)
     result = load(run)
-    if not (run / "command.json").exists():
+    if not holds(run, "command"):
         raise RunDirectoryError(
             f"{run} holds no command that could load its model and data again: the run was made from Python. Call "
             f"whence.validation.validate(model, train, queries, whence.load({str(run)!r}), task=…, "
             f"directory={str(run)!r}) there"
         )
-    job = Job(JobOptions(**read_json(run / "command.json")["job"]))
+    command = read(run, "command", Command)
+    job = Inputs(command.inputs)
     found = validate(
         job.problem.model,
         job.train,
         job.queries,
         result,
         task=job.task,
-        params=job.options.params or None,
+        params=job.params,
         budget_seconds=seconds,
         points=points,
         directory=run,
-        seed=job.options.seed,
+        seed=command.options.seed,
     )
     page = load(run).to_html(report or run / "report.html")
     if as_json:

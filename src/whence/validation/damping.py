@@ -25,7 +25,7 @@ from torch import Tensor
 from whence.attribution.sweep import aligned, damping_grid
 from whence.errors import OptionError, VectorError
 from whence.operators import Damped, LinearOperator
-from whence.solvers.base import check_right_hand_side
+from whence.solvers.base import check_system
 from whence.solvers.plan import Plan, check_damping
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.spectrum.krylov import Krylov, krylov_spaces, nonzero_norms
@@ -293,7 +293,7 @@ def _check_options(
         raise OptionError(f"{probes} probes cannot give a standard error; use at least 2")
     if not 0 < tolerance < 1:
         raise OptionError(f"tolerance is {tolerance}; it is a residual relative to ‖g‖, between 0 and 1")
-    check_right_hand_side(Damped(operator, 1.0), rhs)
+    check_system(Damped(operator, 1.0), rhs)
     nonzero_norms(rhs)
     if functionals is not None:
         operator.zeros().check_same_space(functionals, "functionals")

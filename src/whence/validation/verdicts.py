@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from whence.attribution import Attribution
-from whence.attribution.uncertainty import Scored
+from whence.attribution.scored import Scored
 from whence.report.checks import Check, Comparison, Verdict
 from whence.solvers.plan import Plan
 from whence.validation.condition import ConditionCheck
