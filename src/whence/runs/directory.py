@@ -239,7 +239,8 @@ class Journal(Generic[T]):
         self._record: Any = make_dataclass("Record", [("items", list[str]), ("state", cls)])
         self._seconds, self._device = seconds, device
         self._written = time.monotonic()
-        self._items: dict[int, tuple[ParamVector, str, Path]] = {}  # by id: an item, its artifact and file
+        # by id: an item that was written, its artifact, and its file where the manifest does not name it yet
+        self._items: dict[int, tuple[ParamVector, str, Path | None]] = {}
 
     def restore(self) -> T | None:
         """The state last written, or None."""
@@ -252,10 +253,7 @@ class Journal(Generic[T]):
             raise RunDirectoryError(
                 f"{self._manifest.file(self._name)} does not fit its items. {files.REMEDY}"
             )
-        self._items = {
-            id(item): (item, name, self._manifest.file(name))
-            for item, name in zip(items, record.items, strict=True)
-        }
+        self._items = {id(item): (item, name, None) for item, name in zip(items, record.items, strict=True)}
         state: T = record.state
         return state
 
@@ -264,16 +262,22 @@ class Journal(Generic[T]):
         manifest = self._manifest
         if manifest is None or not (now or time.monotonic() - self._written >= self._seconds):
             return
+        items = list(_appended(state))
         known: dict[Any, str] = {}
         add: dict[str, Path] = {}
-        items = list(_appended(state))
         for item in items:
-            _, name, file = self._items.get(id(item), (item, f"{self._name}.{manifest.next_number()}", None))
+            _, name, file = self._items.get(id(item)) or (
+                item,
+                f"{self._name}.{manifest.next_number()}",
+                None,
+            )
             tree, tensors = encode(item, ParamVector, prefix=name)
-            file = file or files.write_tree(manifest.place(name), tree, tensors)
-            self._items[id(item)] = item, name, file
+            if id(item) not in self._items:
+                file = files.write_tree(manifest.place(name), tree, tensors)
+                self._items[id(item)] = item, name, file
+            if file is not None and name not in manifest:
+                add[name] = file
             known |= {memory_of(tensor): key for key, tensor in tensors.items()}
-            add |= {} if name in manifest else {name: file}
         self._items = {id(item): self._items[id(item)] for item in items}
         order = [name for _, name, _ in self._items.values()]
         place = manifest.place(f"{self._name}.{manifest.next_number()}")
