@@ -6,10 +6,7 @@ done, and goes on from there. What is on disk, and what keeps it whole: `whence.
 
 from __future__ import annotations
 
-import errno
-import os
 import platform
-import threading
 import time
 import warnings
 import weakref
@@ -24,6 +21,7 @@ from whence.errors import RunDirectoryError, StorageError, WhenceWarning
 from whence.runs import files
 from whence.runs.codec import decode, encode, saved_fields
 from whence.runs.codec import identity as memory_of
+from whence.runs.lock import lock
 from whence.runs.manifest import Manifest, version_of
 from whence.vectors import ParamVector
 
@@ -32,9 +30,6 @@ __all__ = ["Journal", "Remembering", "Run", "environment", "read", "read_config"
 T = TypeVar("T")
 
 _PACKAGES = ("whence", "torch", "numpy", "transformers", "safetensors", "pyarrow", "curvlinops-for-pytorch")
-_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_in_use: set[tuple[int, int]] = set()
-_in_use_guard = threading.Lock()
 
 
 class Remembering(Protocol):
@@ -81,7 +76,7 @@ class Run:
             raise RunDirectoryError(
                 f"{self.path} is not empty ({foreign[0]!r} is there) and holds no run; give a new directory"
             )
-        release = _lock(self.path, may_be_read_only=not is_new)
+        release = lock(self.path, may_be_read_only=not is_new)
         self._writable = release is not None
         if release is not None:
             self._unlock = weakref.finalize(self, release)
@@ -345,7 +340,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in found.items() if value} | machine
 
 
-# --- differences, locks ----------------------------------------------------------------------------------------------
+# --- differences ----------------------------------------------------------------------------------------------
 
 
 def _flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -372,49 +367,3 @@ def _short(value: Any) -> str:
 def _shown(text: str) -> str:
     """A stranger's word, harmless to a terminal."""
     return text if text.isprintable() and len(text) <= 60 else _short(text)
-
-
-def _lock(path: Path, *, may_be_read_only: bool) -> Callable[[], None] | None:
-    """Keep others out until the result is called, or the process dies; None where a directory is read-only."""
-    info = path.stat()
-    this = info.st_dev, info.st_ino
-    with _in_use_guard:
-        if this in _in_use:
-            raise RunDirectoryError(
-                f"{path} is being used by another call in this process; wait for it, or give another directory"
-            )
-        try:
-            handle = _locked(path)
-        except StorageError as error:
-            if may_be_read_only and getattr(error.__cause__, "errno", None) in _READ_ONLY:
-                return None
-            raise
-        _in_use.add(this)
-
-    def release() -> None:
-        _in_use.discard(this)
-        if handle is not None:
-            os.close(handle)
-
-    return release
-
-
-def _locked(path: Path) -> int | None:
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        return None
-    try:
-        handle = os.open(path / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written to ({error}). Change its permissions, or choose another directory"
-        ) from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        raise RunDirectoryError(
-            f"{path} is being used by another process; wait for it, or give another directory"
-        ) from error
-    return handle
