@@ -762,8 +762,8 @@ def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path) -> None:
                     if name == "manifest.json"
                     else re.escape(name)
                 )
-                with pytest.raises(RunDirectoryError, match=known) as caught:
-                    fill(opened(tmp_path / "run"))
+                with pytest.raises(RunDirectoryError, match=known) as caught, opened(tmp_path / "run") as run:
+                    fill(run)
                 assert re.search(r"[Dd]elete|[Gg]ive", str(caught.value)), caught.value
                 path.write_bytes(content)
     assert tried > 400

@@ -6,10 +6,7 @@ done, and goes on from there. What is on disk, and what keeps it whole: `whence.
 
 from __future__ import annotations
 
-import errno
-import os
 import platform
-import threading
 import time
 import warnings
 import weakref
@@ -24,6 +21,7 @@ from whence.errors import RunDirectoryError, StorageError, WhenceWarning
 from whence.runs import files
 from whence.runs.codec import decode, encode, saved_fields
 from whence.runs.codec import identity as memory_of
+from whence.runs.lock import lock
 from whence.runs.manifest import Manifest, version_of
 from whence.vectors import ParamVector
 
@@ -34,9 +32,6 @@ T = TypeVar("T")
 Scalar = bool | int | float | str | None
 
 _PACKAGES = ("whence", "torch", "numpy", "transformers", "safetensors", "pyarrow", "curvlinops-for-pytorch")
-_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_in_use: set[tuple[int, int]] = set()
-_in_use_guard = threading.Lock()
 
 
 class Remembering(Protocol):
@@ -86,7 +81,7 @@ class Run:
             raise RunDirectoryError(
                 f"{self.path} is not empty ({foreign[0]!r} is there) and holds no run; give a new directory"
             )
-        release = _lock(self.path, may_be_read_only=not is_new)
+        release = lock(self.path, may_be_read_only=not is_new)
         self._writable = release is not None
         if release is not None:
             self._unlock = weakref.finalize(self, release)
@@ -241,7 +236,8 @@ class Journal(Generic[T]):
         self._record: Any = make_dataclass("Record", [("items", list[str]), ("state", cls)])
         self._seconds, self._device = seconds, device
         self._written = time.monotonic()
-        self._items: dict[int, tuple[ParamVector, str, Path]] = {}  # by id: an item, its artifact and file
+        # by id: an item that was written, its artifact, and its file where the manifest does not name it yet
+        self._items: dict[int, tuple[ParamVector, str, Path | None]] = {}
 
     def restore(self) -> T | None:
         """The state last written, or None."""
@@ -256,10 +252,7 @@ class Journal(Generic[T]):
             raise RunDirectoryError(
                 f"{self._manifest.file(self._name)} does not fit its items. {files.REMEDY}"
             )
-        self._items = {
-            id(item): (item, name, self._manifest.file(name))
-            for item, name in zip(items, record.items, strict=True)
-        }
+        self._items = {id(item): (item, name, None) for item, name in zip(items, record.items, strict=True)}
         state: T = record.state
         return state
 
@@ -270,16 +263,22 @@ class Journal(Generic[T]):
             self._memory[self._name] = state
         if manifest is None or not (now or time.monotonic() - self._written >= self._seconds):
             return
+        items = list(_appended(state))
         known: dict[Any, str] = {}
         add: dict[str, Path] = {}
-        items = list(_appended(state))
         for item in items:
-            _, name, file = self._items.get(id(item), (item, f"{self._name}.{manifest.next_number()}", None))
+            _, name, file = self._items.get(id(item)) or (
+                item,
+                f"{self._name}.{manifest.next_number()}",
+                None,
+            )
             tree, tensors = encode(item, ParamVector, prefix=name)
-            file = file or files.write_tree(manifest.place(name), tree, tensors)
-            self._items[id(item)] = item, name, file
+            if id(item) not in self._items:
+                file = files.write_tree(manifest.place(name), tree, tensors)
+                self._items[id(item)] = item, name, file
+            if file is not None and name not in manifest:
+                add[name] = file
             known |= {memory_of(tensor): key for key, tensor in tensors.items()}
-            add |= {} if name in manifest else {name: file}
         self._items = {id(item): self._items[id(item)] for item in items}
         order = [name for _, name, _ in self._items.values()]
         place = manifest.place(f"{self._name}.{manifest.next_number()}")
@@ -350,7 +349,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in found.items() if value} | machine
 
 
-# --- differences, locks ----------------------------------------------------------------------------------------------
+# --- differences ----------------------------------------------------------------------------------------------
 
 
 def _flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -377,49 +376,3 @@ def _short(value: Any) -> str:
 def _shown(text: str) -> str:
     """A stranger's word, harmless to a terminal."""
     return text if text.isprintable() and len(text) <= 60 else _short(text)
-
-
-def _lock(path: Path, *, may_be_read_only: bool) -> Callable[[], None] | None:
-    """Keep others out until the result is called, or the process dies; None where a directory is read-only."""
-    info = path.stat()
-    this = info.st_dev, info.st_ino
-    with _in_use_guard:
-        if this in _in_use:
-            raise RunDirectoryError(
-                f"{path} is being used by another call in this process; wait for it, or give another directory"
-            )
-        try:
-            handle = _locked(path)
-        except StorageError as error:
-            if may_be_read_only and getattr(error.__cause__, "errno", None) in _READ_ONLY:
-                return None
-            raise
-        _in_use.add(this)
-
-    def release() -> None:
-        _in_use.discard(this)
-        if handle is not None:
-            os.close(handle)
-
-    return release
-
-
-def _locked(path: Path) -> int | None:
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        return None
-    try:
-        handle = os.open(path / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written to ({error}). Change its permissions, or choose another directory"
-        ) from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        raise RunDirectoryError(
-            f"{path} is being used by another process; wait for it, or give another directory"
-        ) from error
-    return handle
