@@ -18,7 +18,7 @@ from whence.attribution.scored import Scored
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.report.checks import Validation
-from whence.runs import Run, holds, read
+from whence.runs import Run, Scalar, holds, read
 from whence.report.page import render
 from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers import Statistics
@@ -90,7 +90,7 @@ class Attribution:
     not_scored: str
     score_method: str
     title: str
-    settings: Mapping[str, str | float | None]
+    settings: Mapping[str, Scalar]
     versions: Mapping[str, str]
     seconds: Mapping[str, float] = field(default_factory=dict)
     validation: Validation | None = field(default=None, metadata={"saved": False})

@@ -17,7 +17,7 @@ from whence.attribution.ranking import import_pandas
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.report.clean_page import MEASURES, CleanReport, Grounds, Suspect, render
-from whence.runs import holds, read
+from whence.runs import Scalar, holds, read
 from whence.runs.files import replace_file
 from whence.scoring.self_influence import SelfInfluence
 from whence.spectrum import Estimate
@@ -87,7 +87,7 @@ class Cleaning:
     harm: Harm | None
     term: str
     title: str
-    settings: Mapping[str, str | float | None]
+    settings: Mapping[str, Scalar]
     versions: Mapping[str, str]
     seconds: Mapping[str, float] = field(default_factory=dict)
 

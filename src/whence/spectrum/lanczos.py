@@ -70,7 +70,7 @@ class BlockTridiagonal:
     diagonal: list[Tensor] = field(default_factory=list)
     below: list[Tensor] = field(default_factory=list)
     _known: dict[float, tuple[float, int, Tensor | None]] = field(
-        default_factory=dict, repr=False, compare=False
+        default_factory=dict, repr=False, compare=False, metadata={"saved": False}
     )
 
     def columns(self) -> tuple[Tensor, Tensor]:
