@@ -25,7 +25,7 @@ from whence.solvers import Certificate, ConjugateGradient, Lissa, Refinement, So
 from whence.solvers.plan import Plan
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum, lanczos, sketch
 from whence.tasks import Classification, ConvexLoss, LanguageModeling, Regression, Task
-from whence.validation import linear_datamodeling_score, pbrf
+from whence.validation import linear_datamodeling_score, pbrf, validate
 from whence.vectors import ParamVector
 
 __all__ = [
@@ -62,5 +62,6 @@ __all__ = [
     "load",
     "pbrf",
     "sketch",
+    "validate",
 ]
 __version__ = "0.1.0.dev0"

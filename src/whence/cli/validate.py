@@ -17,6 +17,7 @@ from whence.cli.outcome import NOT_CONVERGED, out, print_json
 from whence.errors import OptionError, RunDirectoryError
 from whence.report.checks import LIMITS, NAMES, Validation
 from whence.runs.files import read_json
+from whence.validation.validate import check_options, validate
 
 __all__ = ["parse_duration", "validate_command"]
 
@@ -44,15 +45,13 @@ def validate_command(
     What does not fit into the budget is skipped, with the reason. What is found is kept in RUN/validation.json and
     shown on the page; the same command goes on with it. Ends with code 5 where a check doubts the scores.
     """
-    from whence.validation.affordable import check_options, validate
-
     seconds = parse_duration(budget)
     check_options(seconds, points)
     result = load(run)
     if not (run / "command.json").exists():
         raise RunDirectoryError(
             f"{run} holds no command that could load its model and data again: the run was made from Python. Call "
-            f"whence.validation.validate(model, train, queries, whence.load({str(run)!r}), task=…, "
+            f"whence.validate(model, train, queries, whence.load({str(run)!r}), task=…, "
             f"directory={str(run)!r}) there"
         )
     job = Job(JobOptions(**read_json(run / "command.json")["job"]))
