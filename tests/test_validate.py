@@ -322,15 +322,15 @@ def test_random_batches_where_all_of_the_data_do_not_fit(
 
 
 def test_examples_are_of_every_kind_and_of_every_query(result: Attribution) -> None:
-    chosen = validating._choose(result, 2, generator())
+    chosen = validating._choose(result, 2, 2, generator())
     assert [kind for _, kind in chosen] == ["most helpful", "most harmful", "random"] * 2
     assert len({index for index, _ in chosen}) == 6
     assert chosen[0][0] == result.top(1, query=0)[0].index
     assert chosen[1][0] == result.top(1, query=0, harmful=True)[0].index
     second = [row.index for row in result.top(3, query=1) if row.index not in {i for i, _ in chosen[:3]}]
     assert chosen[3][0] == second[0]
-    assert validating._choose(result, 4, generator())[:6] == chosen
-    everything = validating._choose(result, 1000, generator())
+    assert validating._choose(result, 2, 4, generator())[:6] == chosen
+    everything = validating._choose(result, 2, 1000, generator())
     assert sorted(index for index, _ in everything) == list(range(120))
 
 

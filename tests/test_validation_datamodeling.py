@@ -11,6 +11,7 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from small import generator
 from whence.errors import DataError, OptionError
 from whence.validation import (
     Outcomes,
@@ -22,10 +23,6 @@ from whence.validation.datamodeling import _halvings
 from whence.validation.statistics import Ranks, draw_weights, rank_correlations
 
 N = 40
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape: int, g: torch.Generator) -> Tensor:

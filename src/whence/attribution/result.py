@@ -87,7 +87,7 @@ class Attribution:
         settings: what was asked for: name -> value.
         versions: environment: name -> version.
         seconds: phase -> duration.
-        validation: what `whence.validation.validate` found, for the page; None where it was not run.
+        validation: what `whence.validate` found, for the page; None where it was not run.
         norms: length of every scored example's gradient, where the errors need it.
     """
 

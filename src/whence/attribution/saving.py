@@ -40,7 +40,7 @@ __all__ = [
     "write_shown",
 ]
 
-#: What `whence.validation.validate` keeps beside a result.
+#: What `whence.validate` keeps beside a result.
 VALIDATION = "validation.json"
 
 

@@ -37,7 +37,7 @@ _ACTIVATIONS = 512 * 2**20
 _ANCHORS_KEPT = 256 * 2**20  # bytes of the model's own outputs, kept instead of computed again
 #: Changes of the outputs (as a part of their scale) among which ε is chosen: where the path is straightest.
 _CHANGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
-#: Of the step to start with, what a solution may be in directions of large curvature, where it must be seen too.
+#: The part of the first step that ε must still resolve: solutions are so much smaller where curvature is large.
 PART = 1 / 32
 
 

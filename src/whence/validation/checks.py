@@ -159,7 +159,7 @@ def batch_check(result: Attribution, plan: Plan, drawn: float, found: ConditionC
             f"As far as was measured, something between {round(least):,} and {terms_in(result, math.ceil(enough))} is "
             "enough for steps of this length to be stable. A larger budget narrows it down."
         )
-    numbers = {
+    numbers: dict[str, float | Pair] = {
         "batch": round(drawn),
         "stable from": math.ceil(enough),
         "noise of batches": (found.constant.value, found.constant.stderr),

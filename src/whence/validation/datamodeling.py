@@ -154,15 +154,8 @@ def compare_datamodeling_scores(
 ) -> DatamodelingDifference:
     """The LDS of two methods on the same outcomes, and the interval of their difference.
 
-    The difference is often known far better than either: both meet the same lucky and unlucky subsets.
-
-    Args:
-        first: scores of one method, ``[queries, n]``.
-        second: scores of the other.
-        outcomes: of `retrain` on random subsets.
-        confidence: of the intervals.
-        bootstrap: number of resamples.
-        generator: draws them.
+    The difference is often known far better than either: both meet the same lucky and unlucky subsets. ``first`` and
+    ``second`` are the scores of the two methods; the rest is as for `linear_datamodeling_score`.
     """
     bench = _Bench(outcomes, confidence, bootstrap, generator)
     one, other = bench.correlations(first), bench.correlations(second)
@@ -284,16 +277,16 @@ def _split_half(outcomes: Outcomes, generator: torch.Generator) -> float | None:
 
 def _halvings(seeds: int, generator: torch.Generator) -> list[tuple[list[int], list[int]]]:
     """All ways to part the seeds in two equal halves (one is left over where they are odd), or some of many."""
-    half = seeds // 2
-    if math.comb(seeds, 2 * half) * math.comb(2 * half - 1, half) > _MOST_SPLITS:
+    half, everyone = seeds // 2, range(seeds)
+    if math.comb(seeds, half) * math.comb(seeds - half, half) > 2 * _MOST_SPLITS:
         drawn = [
             torch.randperm(seeds, generator=generator, device=generator.device).tolist()
             for _ in range(_MOST_SPLITS)
         ]
         return [(order[:half], order[half : 2 * half]) for order in drawn]
-    splits = []
-    for both in itertools.combinations(range(seeds), 2 * half):
-        for rest in itertools.combinations(both[1:], half - 1):
-            first = [both[0], *rest]
-            splits.append((first, [seed for seed in both if seed not in first]))
-    return splits
+    return [
+        (list(first), list(second))
+        for first in itertools.combinations(everyone, half)
+        for second in itertools.combinations([seed for seed in everyone if seed not in first], half)
+        if first < second
+    ]

@@ -43,8 +43,8 @@ class ProximalResponse:
 
     Attributes:
         scores: ``-(ℓ(q; θ(ε)) - ℓ(q; θ*))/ε``, ``[queries, points]``.
-        linear: ``-⟨∇ℓ(q), d⟩``, its first-order part; where it differs from `scores`, ε moved the model out of the
-            range in which influence is linear.
+        linear: ``-⟨∇ℓ(q), d⟩``, the first-order part of the scores. Where they differ, ε was too large for influence,
+            which is linear.
         stderr: of the scores, from independent minibatch chains; zero for full batches, NaN for a single chain.
         residual: ``‖∇F/ε‖ / ‖∇ℓ(z)‖`` at the end, per point.
         residual_stderr: its standard error; zero for full batches.

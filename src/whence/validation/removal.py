@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,10 +19,22 @@ from torch import Tensor
 from whence.attribution.uncertainty import half_width
 from whence.errors import OptionError
 from whence.tasks import Task
-from whence.validation.retraining import Outcomes, Trainer, positions_of, retrain
+from whence.validation.retraining import Outcomes, Trainer, mask_of, retrain
 from whence.validation.statistics import standard_error
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["Brittleness", "RemovalEffects", "brittleness", "removal_effects"]
+
+
+class RetrainingOptions(TypedDict, total=False):
+    """Options of `whence.validation.retrain` that are handed on to it."""
+
+    batch_size: int
+    processes: int
+    directory: str | Path | None
+    name: str
 
 
 @dataclass(frozen=True)
@@ -89,10 +101,7 @@ def removal_effects(
     *,
     task: Task,
     seeds: Sequence[int],
-    batch_size: int = 256,
-    processes: int = 1,
-    directory: str | Path | None = None,
-    name: str = "",
+    **options: Unpack[RetrainingOptions],
 ) -> RemovalEffects:
     """Train on all data, and on all data without each group, with the same seeds.
 
@@ -103,31 +112,19 @@ def removal_effects(
         queries: a data set, items as the task reads them.
         task: gives the queries' losses.
         seeds: of the training runs; differences are paired over them.
-        batch_size, processes, directory, name: as `retrain` takes them.
+        **options: ``batch_size``, ``processes``, ``directory`` and ``name``, as `retrain` takes them.
     """
     if not groups:
         raise OptionError("there is no group to remove; give at least one")
-    removed, masks = [], torch.ones(1 + len(groups), num_examples, dtype=torch.bool)
-    for number, group in enumerate(groups):
-        positions = positions_of(group, num_examples, f"group {number}").sort().values
-        if not 0 < len(positions) < num_examples:
+    removed = torch.stack([mask_of(g, num_examples, f"group {k}") for k, g in enumerate(groups)])
+    for number, size in enumerate(removed.sum(1).tolist()):
+        if not 0 < size < num_examples:
             raise OptionError(
-                f"group {number} has {len(positions)} of {num_examples} examples; remove at least one and not all"
+                f"group {number} has {size} of {num_examples} examples; remove at least one and not all"
             )
-        masks[1 + number, positions] = False
-        removed.append(tuple(positions.tolist()))
-    outcomes = retrain(
-        train,
-        masks,
-        seeds,
-        queries,
-        task=task,
-        batch_size=batch_size,
-        processes=processes,
-        directory=directory,
-        name=name,
-    )
-    return RemovalEffects(outcomes, tuple(removed))
+    kept = torch.cat([torch.ones(1, num_examples, dtype=torch.bool), ~removed])
+    outcomes = retrain(train, kept, seeds, queries, task=task, **options)
+    return RemovalEffects(outcomes, tuple(tuple(mask.nonzero().flatten().tolist()) for mask in removed))
 
 
 @dataclass(frozen=True)
@@ -211,10 +208,7 @@ def brittleness(
     counts: Sequence[int],
     generator: torch.Generator,
     draws: int = 4,
-    batch_size: int = 256,
-    processes: int = 1,
-    directory: str | Path | None = None,
-    name: str = "",
+    **options: Unpack[RetrainingOptions],
 ) -> Brittleness:
     """Remove each query's k most helpful examples by score, for several k, and k random ones; train again.
 
@@ -231,7 +225,7 @@ def brittleness(
         counts: numbers k of examples to remove.
         generator: draws the random examples.
         draws: how many times.
-        batch_size, processes, directory, name: as `retrain` takes them.
+        **options: ``batch_size``, ``processes``, ``directory`` and ``name``, as `retrain` takes them.
     """
     if scores.ndim != 2 or len(scores) != len(queries):
         raise OptionError(
@@ -246,18 +240,8 @@ def brittleness(
     ranked = scores.detach().cpu().double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     top = ranked.argsort(dim=1, descending=True, stable=True)[:, : max(counts)]
     drawn = [torch.randperm(n, generator=generator, device=generator.device).cpu() for _ in range(draws)]
-    found = removal_effects(
-        train,
-        n,
-        [order[:k] for order in (*top, *drawn) for k in counts],
-        queries,
-        task=task,
-        seeds=seeds,
-        batch_size=batch_size,
-        processes=processes,
-        directory=directory,
-        name=name,
-    )
+    groups = [order[:k] for order in (*top, *drawn) for k in counts]
+    found = removal_effects(train, n, groups, queries, task=task, seeds=seeds, **options)
     return Brittleness(found.outcomes, tuple(int(k) for k in counts), top)
 
 

@@ -36,7 +36,7 @@ from whence.runs.fingerprint import of_data, of_value
 from whence.tasks import Task
 from whence.validation.statistics import standard_error
 
-__all__ = ["Outcomes", "Trainer", "as_masks", "half_subsets", "positions_of", "query_losses", "retrain"]
+__all__ = ["Outcomes", "Trainer", "as_masks", "half_subsets", "mask_of", "query_losses", "retrain"]
 
 _FILE = "outcomes.safetensors"  # of a finished job, in its directory
 _KIND = "outcomes of retraining"
@@ -167,7 +167,8 @@ def retrain(
         for place in finished:
             losses[place] = read_tensors(pieces[place])[0]["losses"]
         todo = [place for place in places if place not in finished]
-        found = _in_processes(payload, todo, processes) if processes > 1 else job.here(todo)
+        here = ((place, job.run(place)) for place in todo)
+        found = _in_processes(payload, todo, processes) if processes > 1 else here
         with ticker("retraining", len(places), done=len(finished)) as tick, closing(found):
             for place, row in found:
                 losses[place] = row
@@ -225,6 +226,8 @@ def as_masks(subsets: Tensor | Sequence[Sequence[int]], num_examples: int | None
         tensor([[ True, False,  True],
                 [False,  True, False]])
     """
+    if len(subsets) == 0:
+        raise OptionError("there is no subset to train on; give at least one")
     if isinstance(subsets, Tensor) and subsets.dtype == torch.bool and subsets.ndim == 2:
         if num_examples not in (None, subsets.shape[1]):
             raise OptionError(
@@ -237,22 +240,18 @@ def as_masks(subsets: Tensor | Sequence[Sequence[int]], num_examples: int | None
             "mask of bool, [subsets, n]"
         )
     else:
-        masks = torch.zeros(len(subsets), num_examples, dtype=torch.bool)
-        for number, subset in enumerate(subsets):
-            masks[number, positions_of(subset, num_examples, f"subset {number}")] = True
-    if len(masks) == 0:
-        raise OptionError("there is no subset to train on; give at least one")
-    empty = (~masks.any(1)).nonzero().flatten()
-    if len(empty):
-        raise OptionError(f"subset {int(empty[0])} is empty; there is nothing to train on")
+        masks = torch.stack([mask_of(s, num_examples, f"subset {k}") for k, s in enumerate(subsets)])
+    for number in (~masks.any(1)).nonzero().flatten().tolist():
+        raise OptionError(f"subset {number} is empty; there is nothing to train on")
     return masks
 
 
-def positions_of(group: Any, num_examples: int, what: str) -> Tensor:
-    """Positions of examples as a tensor, each of them within the data and given once."""
-    positions = torch.as_tensor(group).reshape(-1)
+def mask_of(positions: Any, num_examples: int, what: str) -> Tensor:
+    """Positions of examples, each of them within the data and given once, as a mask ``[n]`` of bool."""
+    positions = torch.as_tensor(positions).reshape(-1)
+    mask = torch.zeros(num_examples, dtype=torch.bool)
     if positions.numel() == 0:
-        return positions.long()
+        return mask
     if positions.is_floating_point() or positions.dtype == torch.bool:
         raise OptionError(f"{what} holds {positions.dtype}; give positions in the training data")
     low, high = int(positions.min()), int(positions.max())
@@ -265,7 +264,8 @@ def positions_of(group: Any, num_examples: int, what: str) -> Tensor:
     if len(values) < len(positions):
         twice = int(values[times.argmax()])
         raise OptionError(f"{what} holds position {twice} more than once; give each example once")
-    return positions.long()
+    mask[values] = True
+    return mask
 
 
 # --- training runs ---------------------------------------------------------------------------------------------
@@ -314,11 +314,6 @@ class _Job:
         """Where a directory keeps the losses of one training run."""
         return f"losses/subset-{place[0]:05d}-seed-{self.seeds[place[1]]}.safetensors"
 
-    def here(self, todo: list[Place]) -> Generator[tuple[Place, Tensor]]:
-        """Results, one after the other, in this process."""
-        for place in todo:
-            yield place, self.run(place)
-
     def run(self, place: Place) -> Tensor:
         """Train and measure: ``[queries]``. Changes the global random numbers and the number of threads."""
         subset = self.masks[place[0]].nonzero().flatten().tolist()
@@ -349,18 +344,15 @@ class _Job:
 
     def pickled(self) -> bytes:
         """As bytes: ordinary copies, where multiprocessing would share the memory of tensors."""
-        try:
-            return pickle.dumps(self)
-        except Exception:
-            for name in ("train", "queries", "task"):
-                try:
-                    pickle.dumps(getattr(self, name))
-                except Exception as error:
-                    raise OptionError(
-                        f"{name} cannot be pickled for other processes ({error}); define its functions and classes at "
-                        "the top level of a module, or use processes=1"
-                    ) from error
-            raise
+        for name in ("train", "queries", "task"):
+            try:
+                pickle.dumps(getattr(self, name))
+            except Exception as error:
+                raise OptionError(
+                    f"{name} cannot be pickled for other processes ({error}); define its functions and classes at "
+                    "the top level of a module, or use processes=1"
+                ) from error
+        return pickle.dumps(self)
 
 
 @contextmanager

@@ -76,7 +76,8 @@ def validate(
 ) -> Validation:
     """Why should one believe these scores? Runs what is affordable, and says in words what it found.
 
-    The page of a run directory shows it by itself; else ``dataclasses.replace(result, validation=…).to_html(…)`` does.
+    The page of a run directory shows what was found. Without a directory, show it with
+    ``dataclasses.replace(result, validation=found).to_html(path)``.
 
     Args:
         model: the one that was attributed; another is recognised and refused. So are other data and parameters.
@@ -212,7 +213,7 @@ class _Job:
         #: Terms in a batch of the plan: examples are drawn whole.
         self.drawn = max(1, round(self.plan.batch_size / per_example)) * per_example
         #: Examples to fine-tune on, (index, kind).
-        self.chosen = _choose(result, points, self.generator("points"))
+        self.chosen = _choose(result, len(queries), points, self.generator("points"))
         #: Seconds per term of products over small batches, and over large ones, which are faster term for term.
         self.pace = self.plan.spectrum.seconds_per_term or self._measure_pace(round(self.drawn))
         self.large_pace = self.pace
@@ -258,17 +259,18 @@ class _Job:
         )
 
 
-def _choose(result: Attribution, points: int, generator: torch.Generator) -> list[tuple[int, str]]:
-    """Examples to fine-tune on, one of each kind in turn and queries in turn: (index, kind)."""
-    taken: dict[int, str] = {}
+def _choose(
+    result: Attribution, queries: int, points: int, generator: torch.Generator
+) -> list[tuple[int, str]]:
+    """Scored examples, (index, kind): one of each kind in turn, for the first queries in turn."""
     means, indices = result.chain_scores.mean(0), result.indices
     shuffled = indices[torch.randperm(len(indices), generator=generator)].tolist()
     points = min(points, len(indices))
     reach = min(3 * points, len(indices))  # among so many, one is not taken yet
+    taken: dict[int, str] = {}
     for number in range(points):
-        scores = means[number % len(means)]
         for kind, sign in (("most helpful", 1.0), ("most harmful", -1.0)):
-            best = (sign * scores).topk(reach)
+            best = (sign * means[number % queries]).topk(reach)
             ends = indices[best.indices[best.values > 0]].tolist()
             taken |= dict.fromkeys([index for index in ends if index not in taken][:1], kind)
         taken |= dict.fromkeys([index for index in shuffled if index not in taken][:1], "random")
@@ -360,13 +362,29 @@ def _fine_tune(job: _Job) -> Check:
 
 def _compare(job: _Job, turn: Sequence[tuple[int, str]], max_gradients: int | None) -> list[Comparison]:
     """Fine-tune on each of a few examples; over all of the data where ``max_gradients`` is given."""
-    indices = [index for index, _ in turn]
+    gnh, indices, full_batch = job.gnh, [index for index, _ in turn], max_gradients is not None
+    response: ProximalResponse | None = None
     try:
-        response = _respond(job, indices, max_gradients)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", WhenceWarning)  # what does not converge is counted, and said
+            response = pbrf(
+                gnh.network.model,
+                gnh.terms.data,
+                [gnh.terms.data[index] for index in indices],
+                job.queries,
+                task=gnh.task,
+                damping=job.plan.damping,
+                params=job.params,
+                plan=None if full_batch else job.plan.replace(chains=_CHAINS),
+                generator=job.generator("fine-tuning", 1 + indices[0]),
+                tolerance=_TOLERANCE if full_batch else None,
+                max_gradients=max_gradients or 1000,
+                micro_batch=job.result.settings.get("micro_batch"),
+                importance=gnh.terms.importance,
+            )
     except SolverError:  # it diverged on one of them: which?
         if len(turn) > 1:
             return [comparison for one in turn for comparison in _compare(job, [one], max_gradients)]
-        response = None
     scored = scored_at(job.result, indices)
     scores, errors = scored.mean.double(), scored.half_width(0.95).double()
     found, reach = torch.zeros_like(scores), torch.zeros_like(scores)
@@ -379,7 +397,7 @@ def _compare(job: _Job, turn: Sequence[tuple[int, str]], max_gradients: int | No
             index=index,
             kind=kind,
             converged=response is not None and bool(response.converged[k]),
-            full_batch=max_gradients is not None,
+            full_batch=full_batch,
             influence=tuple(scores[:, k].tolist()),
             influence_error=tuple(errors[:, k].tolist()),
             fine_tuned=tuple(found[:, k].tolist()),
@@ -387,27 +405,6 @@ def _compare(job: _Job, turn: Sequence[tuple[int, str]], max_gradients: int | No
         )
         for k, (index, kind) in enumerate(turn)
     ]
-
-
-def _respond(job: _Job, indices: list[int], max_gradients: int | None) -> ProximalResponse:
-    gnh, full_batch = job.gnh, max_gradients is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", WhenceWarning)  # what does not converge is counted, and said
-        return pbrf(
-            gnh.network.model,
-            gnh.terms.data,
-            [gnh.terms.data[index] for index in indices],
-            job.queries,
-            task=gnh.task,
-            damping=job.plan.damping,
-            params=job.params,
-            plan=None if full_batch else job.plan.replace(chains=_CHAINS),
-            generator=job.generator("fine-tuning", 1 + indices[0]),
-            tolerance=_TOLERANCE if full_batch else None,
-            max_gradients=max_gradients or 1000,
-            micro_batch=job.result.settings.get("micro_batch"),
-            importance=gnh.terms.importance,
-        )
 
 
 # --- would another damping rank differently? -----------------------------------------------------------------
@@ -419,10 +416,11 @@ def _sweep_dampings(job: _Job) -> Check:
         return skipped("damping", "a ranking to compare needs at least three scored examples.")
     vector = gnh.zeros().nbytes
     products = min(_PRODUCTS, _iterations(2 * plan.condition_number, 1e-3), BASIS_BUDGET // vector)
-    ranked = _to_rank(result, min(_RANKED, BASIS_BUDGET // (2 * vector)), job.generator("points"))
+    asked = min(_QUERIES, len(job.queries))
+    most = min(_RANKED, BASIS_BUDGET // (2 * vector))
+    ranked = [index for index, _ in _choose(result, asked, most // 3, job.generator("points"))]
     if products < min(_PRODUCTS // 4, gnh.num_parameters) or len(ranked) < 3:
         return skipped("damping", f"vectors of {format_bytes(vector)} are too large to keep enough of them.")
-    asked = min(_QUERIES, len(job.queries))
     per_term = products * (_block(_PROBES) + _block(asked)) * job.large_pace
     # A draw of m terms differs from the whole by Tr(H)/m. Where that is above λ, λ would matter less than it does.
     least = min(gnh.num_terms, math.ceil(plan.spectrum.trace.value / plan.damping))
@@ -442,16 +440,6 @@ def _sweep_dampings(job: _Job) -> Check:
         max_terms=terms,
     )
     return damping_check(result, sweep)
-
-
-def _to_rank(result: Attribution, most: int, generator: torch.Generator) -> list[int]:
-    """The ends of the first queries' rankings, and random examples up to ``most``."""
-    ends: dict[int, None] = {}
-    for query in range(min(_QUERIES, result.chain_scores.shape[1])):
-        for harmful in (False, True):
-            ends |= dict.fromkeys(row.index for row in result.top(4, query=query, harmful=harmful))
-    shuffled = result.indices[torch.randperm(len(result.indices), generator=generator)].tolist()
-    return list(dict.fromkeys([*ends, *shuffled]))[:most]
 
 
 #: Check -> how to run it, in their order.
