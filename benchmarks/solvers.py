@@ -23,6 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from whence.attribution.forecast import count_passes
+from whence.attribution.kronecker import kronecker
+from whence.attribution.settings import Settings
+from whence.solvers.choice import choose, make_solver
 
 from benchmarks.curves import AUTO, TARGET, Curve, Point, correlation, draw, show
 from benchmarks.problems import Problem, digits, llama, resnet
@@ -40,14 +44,10 @@ from whence import (
     estimate_spectrum,
     keep_freed_memory,
 )
-from whence.attribution.forecast import count_passes
-from whence.attribution.kronecker import kronecker
-from whence.attribution.settings import Settings
 from whence.demo.text import EPOCHS
 from whence.preconditioners import nystrom
 from whence.preconditioners.ekfac import Ekfac, ekfac
 from whence.runs import Run
-from whence.solvers.choice import choose, make_solver
 
 PARTS = ("digits", "llama", "resnet")
 RANKS = ((10, 0.25), (30, 1.0))

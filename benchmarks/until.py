@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from scipy.stats import binomtest
+from whence.attribution.stopping import top_is_separated
 
 import whence
 from benchmarks.problems import exact_scores_of_digits
 from benchmarks.timing import RESULTS, report, save
 from reproduction.provenance import commit
 from whence import Classification
-from whence.attribution.stopping import top_is_separated
 from whence.demo.digits import load_digits_with_flipped_labels, train_digits
 from whence.errors import WhenceWarning
 from whence.progress import track

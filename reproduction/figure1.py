@@ -26,7 +26,7 @@ from whence.runs.files import read_json, write_json
 from whence.scoring import Scorer
 from whence.solvers import Lissa
 from whence.solvers.plan import Plan
-from whence.validation.response import pbrf
+from whence.validation.pbrf import pbrf
 from whence.vectors import ParamVector
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from whence.attribution.saving import spectrum_from_json, spectrum_to_json
 
 from reproduction.finding import Profile
 from reproduction.subjects import Subject
-from whence.attribution.saving import spectrum_from_json, spectrum_to_json
 from whence.runs.files import read_json, write_json
 from whence.solvers.plan import Plan, resolve_damping
 from whence.spectrum import (

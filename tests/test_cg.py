@@ -198,7 +198,9 @@ def test_the_bounds_hold_at_every_iteration(
         assert bool((error <= solution.certificate.upper * (1 + 1e-6)).all())
         assert seen == list(range(1, len(seen) + 1))
         assert len(seen) >= 2
-        assert not any("met" in event for event in solution.stats.events)  # nothing contradicted what was given
+        assert not any(
+            "met" in event for event in solution.stats.events
+        )  # nothing contradicted what was given
 
 
 def test_the_bounds_are_close() -> None:

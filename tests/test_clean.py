@@ -16,6 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
+from whence.cleaning.clean import clean
+from whence.cleaning.clean_saving import load_cleaning
+from whence.cleaning.cleaning import Cleaning, safe_cell
+from whence.runs.readings import ReadingParts
 
 import digits
 import pages
@@ -24,13 +28,9 @@ from tiny_hf import gpt2_directory
 from whence import Classification, Exhibit, LanguageModeling, Regression, attribute
 from whence.attribution import load
 from whence.cleaning import measuring
-from whence.cleaning.clean import clean
-from whence.cleaning.clean_saving import load_cleaning
-from whence.cleaning.cleaning import Cleaning, safe_cell
 from whence.cli import app
 from whence.errors import DataError, OptionError, RunDirectoryError
 from whence.report.clean_page import render
-from whence.runs.readings import ReadingParts
 
 EXAMPLES = 90
 NAMES = [f"class {k}" for k in range(10)]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from whence.solvers.journal import SolveState
 
 from small import generator, operator
 from whence import Damped, Estimate, FiniteSum, GaussNewton, Lissa, ParamVector, Plan, Solution, Spectrum
 from whence.errors import RunDirectoryError, WhenceWarning
 from whence.runs import FileJournal
-from whence.solvers.journal import SolveState
 from zoo import PLAIN, vectors
 
 DAMPING = 0.2

@@ -24,9 +24,9 @@ from whence import (
     estimate_spectrum,
 )
 from whence.errors import DivergenceError, WhenceWarning
-from whence.solvers.lissa import LissaState
 from whence.solvers.divergence import Divergence, answer
 from whence.solvers.held_out import residual_square
+from whence.solvers.lissa import LissaState
 
 DAMPING = 0.2
 

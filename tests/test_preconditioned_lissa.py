@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +19,10 @@ from whence import (
     Lissa,
     ParamVector,
     Plan,
-    Solution,
     Spectrum,
 )
 from whence.errors import DivergenceError, OptionError, VectorError, WhenceWarning
 from whence.preconditioners import LowRank, Preconditioned, nystrom
-
 from whence.solvers.held_out import left_of_default_start, left_of_start
 from whence.solvers.lissa import LissaState
 

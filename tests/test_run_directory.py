@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from whence.runs.run import FORMAT, environment, read_config
 
 from whence.errors import RunDirectoryError, StorageError, WhenceWarning
 from whence.runs import Run
 from whence.runs.files import TEMPORARY, write_json
-from whence.runs.run import FORMAT, environment, read_config
 
 CONFIG = {"damping": "auto", "seed": 0, "refine": 1.5, "title": "λ", "micro_batch": None, "baseline": True}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import text
 import whence
-from digits import Images, images, correlation, load
+from digits import Images, correlation, images, load
 from small import DOUBLE, PRODUCTS, Product, evaluated, generator, operator
 from whence import ConjugateGradient, Damped, Dense, GaussNewton, LanguageModeling, ParamVector, Regression
 from whence.errors import OptionError
@@ -85,9 +85,7 @@ def watched(problem: Images, *, columns: list[int] | None = None, **options: obj
 
     start = options.pop("start", None)
     solver = ConjugateGradient(tolerance=1e-4, score_error=1e-9, verify=False, **options)  # type: ignore[arg-type]
-    solver.solve(
-        Damped(problem.gnh, problem.damping), rhs, generator=generator(), on_step=keep, start=start
-    )  # type: ignore[call-arg]
+    solver.solve(Damped(problem.gnh, problem.damping), rhs, generator=generator(), on_step=keep, start=start)  # type: ignore[call-arg]
     return seen
 
 

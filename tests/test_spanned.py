@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from whence.runs.cg_journal import CGJournal
 
 from test_cg import DOUBLE, SIZE, SPECTRA, DensePreconditioner, Problem, generator, rotation
-from whence.runs.cg_journal import CGJournal
 from whence.solvers import CGState, ConjugateGradient
 
 

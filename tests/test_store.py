@@ -13,6 +13,8 @@ import pyarrow.dataset as ds
 import pytest
 import torch
 from torch import Tensor, nn
+from whence.runs.journal import pack, unpack
+from whence.runs.scores import PartOfScores
 
 from small import classifier, generator
 from whence import ParamVector
@@ -20,8 +22,6 @@ from whence.errors import RunDirectoryError, StorageError
 from whence.runs import Run, ScoreParts
 from whence.runs.files import TEMPORARY, read_json, read_tensors, replace_file, write_json, write_tensors
 from whence.runs.fingerprint import of_data, of_model, of_value
-from whence.runs.journal import pack, unpack
-from whence.runs.scores import PartOfScores
 from zoo import CASES, vectors
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from whence.attribution.stopping import Until, top_is_separated
 
 import digits
 import whence
 from small import DOUBLE, classifier
 from whence import Attribution, Classification, ConjugateGradient
-from whence.attribution.stopping import Until, top_is_separated
 from whence.attribution.scored import Scored
 from whence.errors import OptionError
 from zoo import vectors

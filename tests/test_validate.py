@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import json
 import math
 import re
@@ -18,20 +19,21 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from typer.testing import CliRunner
+from whence.runs.scores import PartOfScores
 
 import whence
 from small import generator
-from whence import Attribution, Classification, Dense, ParamVector
+from whence import Attribution, Classification, Dense, ParamVector, validate
 from whence.cli import app
 from whence.cli.validate import parse_duration
 from whence.errors import DataError, OptionError, RunDirectoryError, SolverError
 from whence.report.checks import NAMES, Check, Comparison, Validation
 from whence.runs import ScoreParts
-from whence.runs.scores import PartOfScores
-from whence.validation import ProximalResponse, affordable, checks, damping_sweep, validate
-from whence.validation.verdicts import batch_check, damping_check, fine_tuning_check, solver_check
+from whence.validation import ProximalResponse, check_condition, damping_sweep
+from whence.validation.checks import batch_check, damping_check, fine_tuning_check, solver_check
 
 RUNNER = CliRunner()
+validating = importlib.import_module("whence.validation.validate")  # the package has a function of that name
 DAMPING = "lambda_max/20"  # few steps
 BUILD = """
 from test_validate import problem
@@ -67,8 +69,8 @@ def trained() -> tuple[nn.Module, list[Any]]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer measurements than a user would want, so that a second is enough."""
-    monkeypatch.setattr(checks, "_REALISATIONS", (16, 48))
-    monkeypatch.setattr(checks, "_PRODUCTS", 24)
+    monkeypatch.setattr(validating, "_REALISATIONS", (16, 48))
+    monkeypatch.setattr(validating, "_PRODUCTS", 24)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def check_all(result: Attribution, *, only: str | None = None, **options: Any) -
     options = {"budget_seconds": 600, "points": 2, **options}
     with pytest.MonkeyPatch.context() as patch:
         if only is not None:
-            patch.setattr(affordable, "CHECKS", {only: checks.CHECKS[only]})
+            patch.setattr(validating, "CHECKS", {only: validating.CHECKS[only]})
         return validate(*problem(), result, task=Classification(), **options)
 
 
@@ -171,7 +173,7 @@ def test_a_saved_copy_keeps_what_was_found(result: Attribution, tmp_path: Path) 
     [
         (["nothing"], "nothing holds no run"),
         (["unfinished"], "not finished"),
-        (["python"], r"whence\.validation\.validate\(model, train, queries, whence\.load\('python'\)"),
+        (["python"], r"whence\.validate\(model, train, queries, whence\.load\('python'\)"),
         (["changed"], r"validation\.json .*Delete it and validate again"),
         (["run", "--budget", "0"], "budget is 0"),
         (["run", "--budget", "soon"], "'soon'.*10min"),
@@ -228,9 +230,9 @@ class Counted:
 def count_calls(
     monkeypatch: pytest.MonkeyPatch, names: Sequence[str], **interrupt_at: int
 ) -> dict[str, Counted]:
-    counters = {name: Counted(getattr(checks, name), interrupt_at.get(name)) for name in names}
+    counters = {name: Counted(getattr(validating, name), interrupt_at.get(name)) for name in names}
     for name, counter in counters.items():
-        monkeypatch.setattr(checks, name, counter)
+        monkeypatch.setattr(validating, name, counter)
     return counters
 
 
@@ -303,7 +305,7 @@ def test_random_batches_where_all_of_the_data_do_not_fit(
     result: Attribution, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Predicted at a second for each term, full batches are too dear and random ones are not."""
-    monkeypatch.setattr(checks, "_iterations", lambda *_: 1000)
+    monkeypatch.setattr(validating, "_iterations", lambda *_: 1000)
     plan = result.solve.plan
     per_point = 1.5 * (2 * plan.num_steps + 32) * plan.batch_size
     slow = with_plan(result, seconds_per_term=1.0)
@@ -320,15 +322,15 @@ def test_random_batches_where_all_of_the_data_do_not_fit(
 
 
 def test_examples_are_of_every_kind_and_of_every_query(result: Attribution) -> None:
-    chosen = checks._choose(result, 2, generator())
+    chosen = validating._choose(result, 2, 2, generator())
     assert [kind for _, kind in chosen] == ["most helpful", "most harmful", "random"] * 2
     assert len({index for index, _ in chosen}) == 6
     assert chosen[0][0] == result.top(1, query=0)[0].index
     assert chosen[1][0] == result.top(1, query=0, harmful=True)[0].index
     second = [row.index for row in result.top(3, query=1) if row.index not in {i for i, _ in chosen[:3]}]
     assert chosen[3][0] == second[0]
-    assert checks._choose(result, 4, generator())[:6] == chosen
-    everything = checks._choose(result, 1000, generator())
+    assert validating._choose(result, 2, 4, generator())[:6] == chosen
+    everything = validating._choose(result, 2, 1000, generator())
     assert sorted(index for index, _ in everything) == list(range(120))
 
 
@@ -431,14 +433,14 @@ def test_diverged_fine_tuning_costs_only_its_own_example(
 ) -> None:
     bad = result.top(1, query=0)[0].index
     inputs = problem()[1][bad][0]
-    respond = checks.pbrf
+    respond = validating.pbrf
 
     def sometimes(model: Any, train: Any, points: Any, *others: Any, **options: Any) -> ProximalResponse:
         if any(torch.equal(x, inputs) for x, _ in points):
             raise SolverError("fine-tuning diverged")
         return respond(model, train, points, *others, **options)
 
-    monkeypatch.setattr(checks, "pbrf", sometimes)
+    monkeypatch.setattr(validating, "pbrf", sometimes)
     found = check_all(result, only="fine-tuning")
     assert [c.index for c in found.comparisons if not c.converged] == [bad]
     assert len(found.comparisons) == 6
@@ -451,7 +453,7 @@ def test_a_check_that_fails_says_why_and_the_others_go_on(
     def fail(*_: Any, **__: Any) -> Any:
         raise SolverError("there is no curvature")
 
-    monkeypatch.setattr(checks, "check_condition", fail)
+    monkeypatch.setattr(validating, "check_condition", fail)
     found = check_all(result, points=1)
     assert found["batch"].sentence == "Not run: it failed. there is no curvature"
     assert found["fine-tuning"].ran
@@ -481,7 +483,7 @@ def test_a_batch_below_what_is_measured_is_doubted(result: Attribution) -> None:
 
 def test_few_or_heavy_tailed_measurements_cannot_tell(result: Attribution) -> None:
     gnh = whence.GaussNewton(problem()[0], Classification(), problem()[1])
-    found = checks.check_condition(gnh, [4, 8], generator=generator(), realisations=64)
+    found = check_condition(gnh, [4, 8], generator=generator(), realisations=64)
     plan, room = result.solve.plan, 1 / result.solve.plan.step_size - result.solve.plan.damping
     enough = max(found.constant.upper(), found.top_constant.upper()) * found.trace.value / room
     assert batch_check(result, plan, enough, found).verdict == "trust"
@@ -494,7 +496,7 @@ def test_orders_that_change_with_the_damping_are_doubted(result: Attribution) ->
     A = Dense(torch.diag(torch.tensor([8.0, 4.0, 2.0, 1.0], dtype=torch.float64)))
     w = ParamVector({"x": torch.randn(5, 4, generator=generator(), dtype=torch.float64)}, columns=5)
     g = ParamVector({"x": torch.ones(4, dtype=torch.float64)})
-    grid = [factor * 1.0 for factor in checks._DAMPINGS]
+    grid = [factor * 1.0 for factor in validating._DAMPINGS]
     sweep = damping_sweep(A, g, w, dampings=grid, chosen=1.0, generator=generator())
     assert sweep.chosen == 2
     agreement = torch.ones_like(sweep.agreement)

@@ -12,15 +12,12 @@ from torch import Tensor, nn
 
 import text
 from digits import exact_hessian, load
+from small import generator
 from whence import Classification, Damped, Dense, Estimate, FiniteSum, GaussNewton, LanguageModeling
 from whence.errors import OptionError, SolverError
 from whence.operators import LinearOperator
 from whence.validation.condition import ConditionCheck, check_condition
 from whence.vectors import ParamVector
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def within(estimate: Estimate, true: float, errors: float = 4.0) -> bool:

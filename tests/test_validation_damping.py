@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from digits import exact_hessian, flatten, load
+from small import generator
 from whence import (
     Classification,
     Damped,
@@ -30,10 +31,6 @@ from whence.validation import damping as module
 from whence.validation.damping import DampingSweep, damping_sweep
 
 N = 40
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def block(rows: Tensor) -> ParamVector:

@@ -11,22 +11,18 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from small import generator
 from whence.errors import DataError, OptionError
-from whence.validation.datamodeling import (
-    _correlations,
-    _halvings,
-    _Ranks,
-    _weights,
+from whence.validation import (
+    Outcomes,
     compare_datamodeling_scores,
+    half_subsets,
     linear_datamodeling_score,
 )
-from whence.validation.outcomes import Outcomes, half_subsets
+from whence.validation.datamodeling import _halvings
+from whence.validation.statistics import Ranks, draw_weights, rank_correlations
 
 N = 40
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape: int, g: torch.Generator) -> Tensor:
@@ -81,9 +77,9 @@ def test_a_resample_is_what_scipy_says_of_repeated_rows() -> None:
     g = generator()
     x = torch.randint(0, 9, (30, 4), generator=g).double()
     y = x + torch.randint(0, 9, (30, 4), generator=g)
-    weights = _weights(5, 30, g)
+    weights = draw_weights(5, 30, g)
     assert weights.sum(1).tolist() == [30] * 5
-    found = _correlations(_Ranks(x), _Ranks(y), weights)
+    found = rank_correlations(Ranks(x), Ranks(y), weights)
     for row, times in enumerate(weights.long()):
         again = torch.arange(30).repeat_interleave(times)
         for q in range(4):

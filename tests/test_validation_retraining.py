@@ -18,9 +18,16 @@ from torch import Tensor, nn
 
 from whence import Classification, ConvexLoss, LanguageModeling, Regression
 from whence.errors import DataError, ModelError, OptionError, RunDirectoryError, WhenceError
-from whence.validation.outcomes import Outcomes, as_masks
-from whence.validation.removal import Brittleness, RemovalEffects, brittleness, removal_effects
-from whence.validation.retraining import half_subsets, query_losses, retrain
+from whence.validation import (
+    Brittleness,
+    Outcomes,
+    RemovalEffects,
+    brittleness,
+    half_subsets,
+    removal_effects,
+    retrain,
+)
+from whence.validation.retraining import as_masks, query_losses
 
 RIDGE = 0.1
 

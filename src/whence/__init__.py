@@ -20,14 +20,14 @@ from whence.cleaning import Cleaning, clean
 from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
 from whence.model.memory import keep_freed_memory
-from whence.options import CleanOptions, Options
 from whence.operators import Damped, Dense, FiniteSum, LinearOperator
+from whence.options import CleanOptions, Options
 from whence.scoring.similarity import gradient_similarity, influence_similarity
 from whence.solvers import Certificate, ConjugateGradient, Lissa, Solution, Solver, Statistics
 from whence.solvers.plan import Plan
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum, lanczos, sketch
 from whence.tasks import Classification, ConvexLoss, LanguageModeling, Regression, Task
-from whence.validation import linear_datamodeling_score, pbrf
+from whence.validation import linear_datamodeling_score, pbrf, validate
 from whence.vectors import ParamVector
 
 __all__ = [
@@ -68,5 +68,6 @@ __all__ = [
     "load",
     "pbrf",
     "sketch",
+    "validate",
 ]
 __version__ = "0.1.0.dev0"

@@ -18,7 +18,16 @@ from whence.errors import OptionError
 from whence.solvers.auto import resolve_accuracy
 from whence.solvers.plan import check_damping
 
-__all__ = ["CleanOptions", "MeasureOptions", "Options", "RunOptions", "Until", "chosen_options", "option", "takes"]
+__all__ = [
+    "CleanOptions",
+    "MeasureOptions",
+    "Options",
+    "RunOptions",
+    "Until",
+    "chosen_options",
+    "option",
+    "takes",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 O = TypeVar("O", bound="MeasureOptions")  # noqa: E741
@@ -78,7 +87,9 @@ class RunOptions(MeasureOptions):
         "λ, or 'auto': λmax/200 from the measured spectrum; any other part of λmax is written 'lambda_max/50'.",
         common=True,
     )
-    part_size: int | None = option(None, "Examples per part of the results on disk; a minute's work by default.")
+    part_size: int | None = option(
+        None, "Examples per part of the results on disk; a minute's work by default."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,7 +144,9 @@ class Options(RunOptions):
         "a confidence of 0.95 or as in 'top-10 stable at 0.99'; the result says whether they are.",
         common=True,
     )
-    budget: float = option(8.0, "What that may cost, as a multiple of the first round of solving.", common=True)
+    budget: float = option(
+        8.0, "What that may cost, as a multiple of the first round of solving.", common=True
+    )
     chains: int = option(
         4, "LiSSA's independent solves: their mean is the answer, their spread the error bar.", common=True
     )
@@ -160,7 +173,9 @@ class Options(RunOptions):
         if self.until is not None:
             Until.parse(self.until)
         if not self.budget >= 1:
-            raise OptionError(f"budget is {self.budget}; it is a multiple of the first round's cost, at least 1")
+            raise OptionError(
+                f"budget is {self.budget}; it is a multiple of the first round's cost, at least 1"
+            )
         if self.chains < 2:
             raise OptionError(
                 f"chains is {self.chains}; error bars need at least 2 independent chains (4 by default)"
@@ -184,9 +199,13 @@ class CleanOptions(RunOptions):
         "Directions of the curvature's approximation: so many copies of the model. 32, or what half of the memory holds.",
         common=True,
     )
-    exact_solves: int = option(8, "Examples that are solved for exactly, to set the scale; 0 for none.", common=True)
+    exact_solves: int = option(
+        8, "Examples that are solved for exactly, to set the scale; 0 for none.", common=True
+    )
     shown: int = option(100, "Examples of each ranking on the page.", common=True, saved=False)
-    title: str = option("Which training examples look like mistakes?", "Of the page.", common=True, saved=False)
+    title: str = option(
+        "Which training examples look like mistakes?", "Of the page.", common=True, saved=False
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -229,11 +248,11 @@ def takes(cls: type[MeasureOptions]) -> Callable[[F], F]:
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
         explained = "\n".join(
-            textwrap.fill(f"{each.name}: {each.metadata['help']}", 116, subsequent_indent="    ")
+            textwrap.fill(f"{each.name}: {each.metadata['help']}", 108, subsequent_indent="    ")
             for each in fields(cls)
         )
         function.__doc__ = (function.__doc__ or "").replace(
-            "        {options}", textwrap.indent(explained, "        ")
+            "            {options}", textwrap.indent(explained, "            ")
         )
         return function
 

@@ -90,7 +90,9 @@ def attribute(
             ends in the same numbers.
         on_run: called with the run once its directory is open, to keep something there.
         options: all options at once; those given by keyword go before. ``solver`` may also be a `Solver` of your own.
-        {options}
+        **given: any of these options.
+
+            {options}
 
     Example:
         >>> from whence import Classification
@@ -209,7 +211,9 @@ def _check_own_solver(solver: Solver[Any] | None, given: dict[str, Any]) -> None
             f"damping is {given['damping']}, the solver's plan was made for {plan.damping}; give one of them"
         )
     if plan.chains < 2:
-        raise OptionError(f"chains is {plan.chains}; error bars need at least 2 independent chains (4 by default)")
+        raise OptionError(
+            f"chains is {plan.chains}; error bars need at least 2 independent chains (4 by default)"
+        )
 
 
 def _questions(queries: Any, gnh: GaussNewton) -> TermSet:
@@ -437,7 +441,7 @@ def _plan(job: Job, spectrum: Spectrum) -> Chosen:
         chains=options.chains,
         refine=choice.of("lissa").refine if options.refine is None else options.refine,
     )
-    return Chosen(wanted, choice.words() if wanted is choice.best else "", plan)
+    return Chosen(wanted, choice.words() if options.solver == "auto" else "", plan)
 
 
 def _choice(job: Job, spectrum: Spectrum) -> Choice:
@@ -510,9 +514,7 @@ class Solved:
 
     def telling(self, said: str) -> Solved:
         """The same with one more event."""
-        return (
-            replace(self, stats=replace(self.stats, events=(*self.stats.events, said))) if said else self
-        )
+        return replace(self, stats=replace(self.stats, events=(*self.stats.events, said))) if said else self
 
 
 def solve(run: Run, job: Job, planned: Planned, asked: Asked, number: int, before: Solved | None) -> Solved:

@@ -18,8 +18,8 @@ from whence.attribution.scored import Scored
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.report.checks import Validation
-from whence.runs import Run, Scalar, holds, read
 from whence.report.page import render
+from whence.runs import Run, Scalar, holds, read
 from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers import Statistics
 from whence.solvers.plan import Plan
@@ -70,7 +70,7 @@ class Attribution:
         settings: what was asked for: name -> value.
         versions: environment: name -> version.
         seconds: phase -> duration.
-        validation: what `whence.validation.validate` found, for the page; None where it was not run.
+        validation: what `whence.validate` found, for the page; None where it was not run.
         norms: length of every scored example's gradient, where the errors need it.
     """
 
@@ -114,9 +114,7 @@ class Attribution:
     @cached_property
     def scored(self) -> Scored:
         """Scores with their errors, ``[queries, scored]``."""
-        return Scored.of(
-            self.chain_scores, self.solve.certificate, self.norms, self.solve.plan.spectrum
-        )
+        return Scored.of(self.chain_scores, self.solve.certificate, self.norms, self.solve.plan.spectrum)
 
     @property
     def stderr(self) -> Tensor:
@@ -328,7 +326,8 @@ def load(directory: str | Path) -> Attribution:
     if not holds(path, "result"):
         if holds(path, "cleaning"):
             raise RunDirectoryError(
-                f"{path} holds a run of whence clean, which has no scores to load; `whence report {path}` writes its page"
+                f"{path} holds a run of whence clean, which has no scores to load; `whence report {path}` writes its "
+                "page"
             )
         raise RunDirectoryError(
             f"the run in {path} is not finished; run the same command again to go on with it"

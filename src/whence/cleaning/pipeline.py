@@ -82,7 +82,9 @@ def clean(
         class_names: labels in words.
         run_dir: a directory that makes the run resumable.
         options: all options at once; those given by keyword go before.
-        {options}
+        **given: any of these options.
+
+            {options}
 
     Example:
         >>> from whence import Classification
@@ -139,8 +141,9 @@ def clean(
                 seconds=clock.seconds,
             )
             result = _with_exhibits(result, describer(train, describe, tokenizer, class_names))
-        run.drop("cleaning")  # of the same numbers, perhaps ranked by something else
-        return run.keep("cleaning", Cleaning, lambda: result)
+        return run.put(
+            "cleaning", Cleaning, result
+        )  # there may be one of the same numbers, ranked by something else
 
 
 # --- numbers -------------------------------------------------------------------------------------------------

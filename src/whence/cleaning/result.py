@@ -300,5 +300,7 @@ def load_cleaning(directory: str | Path) -> Cleaning:
     """
     path = Path(directory)
     if not holds(path, "cleaning"):
-        raise RunDirectoryError(f"{path} holds no finished run of whence clean; run the same command again to go on")
+        raise RunDirectoryError(
+            f"{path} holds no finished run of whence clean; run the same command again to go on"
+        )
     return read(path, "cleaning", Cleaning)

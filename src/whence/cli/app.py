@@ -265,9 +265,7 @@ def main() -> None:
     app()
 
 
-def _attribute(
-    command: Command, *, run_dir: Path | None, report: Path | None, top: int, json: bool
-) -> None:
+def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, top: int, json: bool) -> None:
     def keep(run: Run) -> None:
         run.keep("command", Command, lambda: command)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -81,9 +82,7 @@ def _instance(cls: type[Any], given: dict[str, Any]) -> Any:
     for each in fields(cls):
         value = given.pop(each.name)
         if _number_or_word(hints[each.name]):
-            try:
+            with contextlib.suppress(ValueError):  # a word is checked where it is used
                 value = float(value)
-            except ValueError:
-                pass  # a word, checked where it is used
         own[each.name] = value
     return cls(**own)

@@ -16,7 +16,8 @@ from whence.cli.options import AsJson, guarded
 from whence.cli.outcome import NOT_CONVERGED, out, print_json
 from whence.errors import OptionError, RunDirectoryError
 from whence.report.checks import LIMITS, Validation
-from whence.runs import holds, read
+from whence.runs import as_json, holds, read
+from whence.validation.validate import check_options, validate
 
 __all__ = ["parse_duration", "validate_command"]
 
@@ -37,22 +38,20 @@ def validate_command(
     report: Annotated[
         Path | None, typer.Option(help="Where to write the page; RUN/report.html by default.")
     ] = None,
-    as_json: AsJson = False,
+    json: AsJson = False,
 ) -> None:
     """Check the scores of a finished run against fine-tuning and other settings, and say in words what was found.
 
-    What does not fit into the budget is skipped, with the reason. What is found is kept in RUN/validation.json and
-    shown on the page; the same command goes on with it. Ends with code 5 where a check doubts the scores.
+    What does not fit into the budget is skipped, with the reason. What is found is kept with the run and shown on
+    the page; the same command goes on with it. Ends with code 5 where a check doubts the scores.
     """
-    from whence.validation.affordable import check_options, validate
-
     seconds = parse_duration(budget)
     check_options(seconds, points)
     result = load(run)
     if not holds(run, "command"):
         raise RunDirectoryError(
             f"{run} holds no command that could load its model and data again: the run was made from Python. Call "
-            f"whence.validation.validate(model, train, queries, whence.load({str(run)!r}), task=…, "
+            f"whence.validate(model, train, queries, whence.load({str(run)!r}), task=…, "
             f"directory={str(run)!r}) there"
         )
     command = read(run, "command", Command)
@@ -70,8 +69,9 @@ def validate_command(
         seed=command.options.seed,
     )
     page = load(run).to_html(report or run / "report.html")
-    if as_json:
-        print_json({**found.to_json(), "report": str(page)})
+    if json:
+        told = {"verdict": found.verdict, "summary": found.summary, "limits": LIMITS, "report": str(page)}
+        print_json({**as_json(found), **told})
     else:
         _show(out(), found)
         out().print(f"\npage: {page}", markup=False, soft_wrap=True)

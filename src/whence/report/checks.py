@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 __all__ = ["LIMITS", "NAMES", "Check", "Comparison", "Validation", "Verdict"]
 
@@ -156,41 +155,6 @@ class Validation:
     def __str__(self) -> str:
         lines = [f"{check.verdict:>11}  {check.question} {check.sentence}" for check in self.checks]
         return "\n".join([self.summary, *lines, LIMITS])
-
-    def to_json(self) -> dict[str, Any]:
-        """Lists, objects, words and finite numbers."""
-        return {
-            "about": self.about,
-            "verdict": self.verdict,
-            "summary": self.summary,
-            "limits": LIMITS,
-            "checks": [asdict(check) for check in self.checks],
-            "comparisons": [asdict(comparison) for comparison in self.comparisons],
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Validation:
-        """Inverse of `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: for anything else.
-        """
-        checks = []
-        for given in value["checks"]:
-            numbers = {str(name): _pair(pair) for name, pair in given["numbers"].items()}
-            checks.append(Check(**{**given, "numbers": numbers}))
-        comparisons = [
-            Comparison(**{**given, **{name: tuple(map(float, given[name])) for name in _SCORES}})
-            for given in value["comparisons"]
-        ]
-        return Validation(str(value["about"]), tuple(checks), tuple(comparisons))
-
-
-def _pair(value: Sequence[float]) -> tuple[float, float]:
-    number, error = map(float, value)
-    if not (math.isfinite(number) and error >= 0):
-        raise ValueError(f"not a number and its error: {value}")
-    return number, error
 
 
 def _listed(names: Sequence[str]) -> str:

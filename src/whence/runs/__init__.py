@@ -1,6 +1,27 @@
 """The run directory: what makes a run resumable and its result readable by others."""
 
 from whence.runs.codec import as_json
-from whence.runs.directory import Journal, Run, Scalar, environment, holds, read, read_table
+from whence.runs.directory import (
+    Journal,
+    Run,
+    Scalar,
+    environment,
+    holds,
+    read,
+    read_table,
+    read_value,
+    write_value,
+)
 
-__all__ = ["Journal", "Run", "Scalar", "as_json", "environment", "holds", "read", "read_table"]
+__all__ = [
+    "Journal",
+    "Run",
+    "Scalar",
+    "as_json",
+    "environment",
+    "holds",
+    "read",
+    "read_table",
+    "read_value",
+    "write_value",
+]

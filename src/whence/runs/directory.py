@@ -99,6 +99,14 @@ class Run:
             self._unlock()
             raise
 
+    @classmethod
+    def again(cls, path: str | Path) -> Run:
+        """The run that a directory holds, whatever it is about; or a new one, about nothing."""
+        found = Manifest.open(Path(path)) if Manifest.is_in(Path(path)) else None
+        return (
+            cls(path, {}, identity={}) if found is None else cls(path, found.config, identity=found.identity)
+        )
+
     def _check(self, config: Any, identity: Mapping[str, str]) -> None:
         assert self._manifest is not None
         pairs = ((self._manifest.config, config), (self._manifest.identity, dict(identity)))
@@ -184,6 +192,16 @@ class Run:
             files.write_table(file, compute())
             manifest.change({name: file})
         return files.read_table(manifest.file(name))
+
+    def put(self, name: str, cls: type[T], value: T) -> T:
+        """Keep an artifact in place of an earlier one, which is there until then."""
+        manifest = self._manifest
+        if manifest is None:
+            return value
+        self._check_writable(name)
+        place = manifest.place(f"{name}.{manifest.next_number()}")
+        manifest.change({name: files.write_tree(place, *encode(value, cls))})
+        return manifest.value(name, cls)
 
     def drop(self, name: str) -> None:
         """Forget an artifact, if it is there."""
@@ -314,6 +332,28 @@ def _appended(state: Any) -> Iterator[ParamVector]:
         if id(item) not in seen:
             seen.add(id(item))
             yield item
+
+
+# --- single files ---------------------------------------------------------------------------------------------------
+
+
+def write_value(path: Path, value: Any) -> None:
+    """One file of a value that belongs to no run; `read_value` reads it back."""
+    tree, tensors = encode(value)
+    files.write_safetensors(path, tree, tensors)
+
+
+def read_value(path: Path, cls: type[T]) -> T:
+    """What `write_value` wrote.
+
+    Raises:
+        RunDirectoryError: the file is not that, or was damaged.
+    """
+    tree, tensors = files.read_tree(path)
+    try:
+        return decode(cls, tree, tensors)
+    except RunDirectoryError as error:
+        raise RunDirectoryError(f"{path} holds no {cls.__name__}: {error}") from error
 
 
 # --- reading finished runs -----------------------------------------------------------------------------------------

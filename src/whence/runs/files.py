@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -109,13 +108,18 @@ def write_tree(place: Path, tree: Any, tensors: Mapping[str, Tensor]) -> Path:
     if readable is not None:
         write_bytes(path, json_bytes(readable))
     else:
-        stored = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
-        owners = {tensor.untyped_storage().data_ptr(): key for key, tensor in stored.items()}
-        for key, tensor in stored.items():  # views of one memory have to be parted
-            stored[key] = tensor if owners[tensor.untyped_storage().data_ptr()] == key else tensor.clone()
-        notes = {"tree": json.dumps(tree, allow_nan=False)}
-        replace_file(path, lambda temporary: save_file(stored, temporary, metadata=notes))
+        write_safetensors(path, tree, tensors)
     return path
+
+
+def write_safetensors(path: Path, tree: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write what `whence.runs.codec.encode` returned, with the tree as the file's metadata."""
+    stored = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+    owners = {tensor.untyped_storage().data_ptr(): key for key, tensor in stored.items()}
+    for key, tensor in stored.items():  # views of one memory have to be parted
+        stored[key] = tensor if owners[tensor.untyped_storage().data_ptr()] == key else tensor.clone()
+    notes = {"tree": json.dumps(tree, allow_nan=False)}
+    replace_file(path, lambda temporary: save_file(stored, temporary, metadata=notes))
 
 
 def read_tree(path: Path) -> tuple[Any, dict[str, Tensor]]:
@@ -209,58 +213,6 @@ def parse_json(content: bytes) -> Any:
         return json.loads(content, object_pairs_hook=once, parse_constant=refuse)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON, readable by people."""
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=True) + "\n"
-    replace_file(path, lambda temporary: _write_text(temporary, text))
-
-
-def read_json(path: Path) -> Any:
-    """Read what `write_json` wrote."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunDirectoryError(
-            f"{path} cannot be read ({error}): it was not written by whence, or was changed since. "
-            "Delete the directory and run again"
-        ) from error
-    return value
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object that `write_json` wrote."""
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise RunDirectoryError(
-            f"{path} holds a {type(value).__name__}, not an object: it was changed since it was written. "
-            "Delete the directory and run again"
-        )
-    return value
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write tensors as safetensors, with JSON values as metadata."""
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # The format sorts its tensors; sums over them come out in other bits in another order.
-    notes = {name: json.dumps(value) for name, value in {**metadata, _ORDER: list(tensors)}.items()}
-    replace_file(path, lambda temporary: save_file(contiguous, temporary, metadata=notes))
-
-
-def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `write_tensors` wrote."""
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
-            # Copies, in memory aligned as torch's own is: the last bits of an inner product depend on it.
-            tensors = {name: file.get_tensor(name).clone() for name in metadata.pop(_ORDER)}
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise RunDirectoryError(
-            f"{path} cannot be read ({error}): it was changed since it was written. "
-            "Delete the directory and run again"
-        ) from error
-    return tensors, metadata
 
 
 def _write_text(path: Path, text: str) -> None:

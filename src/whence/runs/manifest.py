@@ -219,7 +219,9 @@ class Manifest:
         """Delete what a killed process left: temporary files, and numbered ones that are not named."""
         named = {artifact.file for artifact in self._content.artifacts.values()}
         for directory, below, names in os.walk(self.path):
-            below[:] = [name for name in below if not (Path(directory, name) / "manifest.json").exists()]  # other runs
+            below[:] = [
+                name for name in below if not (Path(directory, name) / "manifest.json").exists()
+            ]  # other runs
             for path in (Path(directory) / name for name in names):
                 numbered = (
                     _NUMBERED.fullmatch(path.name) and path.relative_to(self.path).as_posix() not in named

@@ -93,7 +93,9 @@ class Readings:
     @staticmethod
     def from_columns(columns: Mapping[str, np.ndarray]) -> Readings:
         """Inverse of `columns`."""
-        return Readings(**{each.name: torch.from_numpy(columns[each.name].copy()) for each in fields(Readings)})
+        return Readings(
+            **{each.name: torch.from_numpy(columns[each.name].copy()) for each in fields(Readings)}
+        )
 
 
 def read_examples(

@@ -137,9 +137,7 @@ class Choice:
     def words(self) -> str:
         """Why this one, in a sentence or two."""
         best, *others = (self._priced(alternative) for alternative in self.alternatives)
-        return (
-            f"To reach a correlation of {self.accuracy:g} with the exact scores: {best}. Instead of: {'; '.join(others)}."
-        )
+        return f"To reach a correlation of {self.accuracy:g} with the exact scores: {best}. Instead of: {'; '.join(others)}."
 
     def _priced(self, alternative: Alternative) -> str:
         passes = alternative.terms / self.num_terms
@@ -187,12 +185,16 @@ def choose(
     passes = Passes() if passes is None else passes
     n, tolerance = num_terms, tolerance_for(accuracy)
 
-    def alternative(solver: str, how: str, terms: float, work: float, copies: int, **rest: float) -> Alternative:
+    def alternative(
+        solver: str, how: str, terms: float, work: float, copies: int, **rest: float
+    ) -> Alternative:
         impossible = ""
         if memory_bytes is not None and spectrum.num_parameters is not None:
             needed = 4.0 * spectrum.num_parameters * copies
             if needed > memory_bytes:
-                impossible = f"its vectors need {format_bytes(needed)}, and {format_bytes(memory_bytes)} are there"
+                impossible = (
+                    f"its vectors need {format_bytes(needed)}, and {format_bytes(memory_bytes)} are there"
+                )
         per_term = spectrum.seconds_per_term
         seconds = None if per_term is None else work * per_term
         return Alternative(solver, how, terms, work, copies, seconds, impossible, **rest)  # type: ignore[arg-type]

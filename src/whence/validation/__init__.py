@@ -9,7 +9,6 @@
 """
 
 from whence.report.checks import Check, Comparison, Validation
-from whence.validation.affordable import validate
 from whence.validation.condition import ConditionCheck, check_condition
 from whence.validation.damping import DampingSweep, damping_sweep
 from whence.validation.datamodeling import (
@@ -19,10 +18,10 @@ from whence.validation.datamodeling import (
     linear_datamodeling_score,
 )
 from whence.validation.mislabels import DetectionCurve, detection_curve
-from whence.validation.outcomes import Outcomes, half_subsets
+from whence.validation.pbrf import ProximalResponse, pbrf
 from whence.validation.removal import Brittleness, RemovalEffects, brittleness, removal_effects
-from whence.validation.response import ProximalResponse, pbrf
-from whence.validation.retraining import Trainer, retrain
+from whence.validation.retraining import Outcomes, Trainer, half_subsets, retrain
+from whence.validation.validate import validate
 
 __all__ = [
     "Brittleness",

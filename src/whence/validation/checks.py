@@ -1,322 +1,307 @@
-"""The checks that `whence.validation.validate` runs, each sized to what is left of the budget.
+"""From what was measured to a verdict in plain words: trust, doubt, or cannot tell.
 
-Costs are predicted from the seconds that a product takes for each term (`Spectrum.seconds_per_term`). That was measured
-on small batches, which are slower, term for term, than passes over much data: their pace is measured here, where a
-product over a thousand terms costs next to nothing.
-
-*Fine-tuning* goes through all of the data where that fits; else through random batches under the run's own plan, which
-is noisier and about the same objective. A subset of the data would be cheaper still, but its scores are others than the
-run's: agreement there would say nothing about them.
+A check says *trust* where what it measured is good by itself, *doubt* where it is bad beyond its errors, and that it
+*cannot tell* in between. A check that was skipped cannot tell either, and says why it was skipped.
 """
 
 from __future__ import annotations
 
 import math
-import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from whence.attribution import Attribution
-from whence.errors import SolverError, WhenceWarning
-from whence.model.gauss_newton import GaussNewton
-from whence.model.memory import half_of_memory
-from whence.model.selection import ParameterFilter
-from whence.report.checks import NAMES, Check, Comparison
+from whence.attribution.scored import Scored
+from whence.report.checks import Check, Comparison, Verdict
 from whence.solvers.plan import Plan
-from whence.units import format_bytes, format_duration
-from whence.validation.condition import check_condition
-from whence.validation.damping import BASIS_BUDGET, damping_sweep
-from whence.validation.response import ProximalResponse, pbrf
-from whence.validation.verdicts import (
-    batch_check,
-    damping_check,
-    fine_tuning_check,
-    places_of,
-    skipped,
-    terms_in,
-)
+from whence.validation.condition import ConditionCheck
+from whence.validation.damping import DampingSweep
+from whence.validation.statistics import jackknife
 
-__all__ = ["CHECKS", "Job"]
+__all__ = [
+    "batch_check",
+    "damping_check",
+    "fine_tuning_check",
+    "scored_at",
+    "skipped",
+    "solver_check",
+    "terms_in",
+]
 
-#: What a check may take of the budget that is left when its turn comes.
-_SHARES = {"batch": 0.25, "fine-tuning": 0.75, "damping": 0.9}
-#: A gradient of the proximal objective in float64, in products: no tangent, but twice the digits.
-_GRADIENT = 1.5
-_CHAINS = 2  # of a fine-tuning by random batches: the fewest that have a spread
-_TOLERANCE = 1e-4
-_REALISATIONS = (16, 256)  # of C.1, at least and at most
-_LANCZOS = 20
-_DAMPINGS = (4.0, 2.0, 1.0, 0.5, 0.25)  # times the run's own
-_PRODUCTS, _PROBES, _RANKED, _QUERIES = 64, 2, 48, 3
-_PILOT_TERMS = 1024
+#: Chains whose scores correlate by this much count as agreeing, as on the page.
+AGREED = 0.8
+#: Agreement with fine-tuning: correlation at least, and slope at most so far from 1.
+CORRELATED, SLOPE = 0.9, 0.2
+#: Rank correlation with the neighbouring dampings: the same order above, another below.
+SAME_ORDER, OTHER_ORDER = 0.9, 0.75
+FEWEST_POINTS = 3
+#: Error, as a part of a query's scores, below which queries count alike.
+RESOLVED = 0.1
+
+Pair = tuple[float, float]  # a number and its standard error
 
 
-class Job:
-    """What the checks work on, what it costs, and what is left to spend.
+def terms_in(result: Attribution, count: float) -> str:
+    """A number of terms in words: examples or tokens."""
+    word = "example" if result.num_terms == result.num_examples else "token"
+    return f"{round(count):,} {word}{'' if round(count) == 1 else 's'}"
+
+
+def scored_at(result: Attribution, indices: Sequence[int]) -> Scored:
+    """The scores of these training examples."""
+    return result.scored.at(
+        slice(None), [int((result.indices == index).nonzero()[0, 0]) for index in indices]
+    )
+
+
+def skipped(name: str, reason: str) -> Check:
+    """A check that was not run."""
+    return Check(name, "cannot tell", f"Not run: {reason}", ran=False)
+
+
+def _check(name: str, verdict: Verdict, sentence: str, numbers: Mapping[str, float | Pair]) -> Check:
+    """With all numbers that are known; an error that is not known counts as none."""
+    pairs = {key: value if isinstance(value, tuple) else (value, 0.0) for key, value in numbers.items()}
+    known = {
+        key: (float(value), error if math.isfinite(error) else 0.0)
+        for key, (value, error) in pairs.items()
+        if math.isfinite(value)
+    }
+    return Check(name, verdict, sentence.strip(), known)
+
+
+def solver_check(result: Attribution) -> Check:
+    """What the run knows about its own solve."""
+    solve, agreement = result.solve, float(result.agreement.min())
+    queries, converged = len(solve.converged), int(solve.converged.sum())
+    worst = int(solve.residual.argmax())
+    residual = float(solve.residual[worst])
+    numbers: dict[str, float | Pair] = {
+        "converged solves": converged,
+        "of": queries,
+        "largest residual": (residual, float(solve.residual_stderr[worst])),
+        "least agreement of chains": agreement,
+    }
+    whose = "the question" if queries == 1 else f"all {queries} questions"
+    verdict: Verdict
+    if converged < queries:
+        verdict = "doubt"
+        text = (
+            f"It did not, for {queries - converged} of {queries} questions: put back into their equation, solutions "
+            f"miss by up to {residual:.0%}. A larger damping or a larger refine helps."
+        )
+    elif solve.certificate is not None and solve.score_rms is not None:
+        verdict = "trust"
+        proven = float((solve.certificate.upper / solve.score_rms.clamp_min(1e-300)).max())
+        numbers["largest proven error"] = proven
+        text = (
+            f"For {whose} it converged, and proved it: the scores are within {proven:.1%} of their size of the exact "
+            "ones, in root mean square over the training data with labels that the model would give."
+        )
+        if solve.error_parts is not None and solve.error_parts.expected is not None:
+            expected = float(solve.error_parts.expected.max())
+            numbers["largest expected error"] = expected
+            text += f" Going by its last iterations, scores of the examples are off by {expected:.1%} of their spread."
+    elif not agreement >= AGREED:
+        verdict = "cannot tell"
+        text = (
+            f"It stopped where it should, but independent repetitions agree only roughly: their scores correlate "
+            f"{agreement:.2f}. A larger refine brings them together."
+        )
+    else:
+        verdict = "trust"
+        text = (
+            f"For {whose} it converged, on data it had not seen, and {len(result.chain_scores)} independent "
+            f"repetitions give nearly the same scores: they correlate at least {agreement:.3f}."
+        )
+    return _check("solver", verdict, " ".join([text, *solve.events]), numbers)
+
+
+def batch_check(result: Attribution, plan: Plan, drawn: float, found: ConditionCheck) -> Check:
+    """Whether the plan's batch is above ``C·Tr(H) / (1/η - λ)`` with the C that was measured now.
 
     Args:
-        gnh: the operator of the run.
-        queries: of the run.
-        params: of the run.
-        result: the scores to check.
-        budget: seconds, from now on.
-        points: examples of each kind to fine-tune on.
-        seed: of all random numbers.
+        result: whose terms are counted.
+        plan: with which the run was solved.
+        drawn: terms in a batch: examples are drawn whole.
+        found: condition C.1, measured.
     """
-
-    def __init__(
-        self,
-        gnh: GaussNewton,
-        queries: Any,
-        params: ParameterFilter | None,
-        result: Attribution,
-        *,
-        budget: float,
-        points: int,
-        seed: int,
-    ) -> None:
-        self._begun = time.monotonic()
-        self.gnh, self.queries, self.params, self.result = gnh, queries, params, result
-        self.budget, self.seed = budget, seed
-        self.plan: Plan = result.solve.plan
-        per_example = gnh.terms.terms_per_example
-        #: Terms in a batch of the plan: examples are drawn whole.
-        self.drawn = max(1, round(self.plan.batch_size / per_example)) * per_example
-        #: Examples to fine-tune on, (index, kind).
-        self.chosen = _choose(result, points, self.generator("points"))
-        #: Seconds per term of products over small batches, and over large ones.
-        self.pace = self.plan.spectrum.seconds_per_term or self._measure_pace(round(self.drawn))
-        self.large_pace = self.pace
-        if _PILOT_TERMS * self.pace <= 0.02 * budget:
-            self.large_pace = min(self.pace, self._measure_pace(_PILOT_TERMS))
-
-    @property
-    def left(self) -> float:
-        """Seconds of the budget."""
-        return self.budget - (time.monotonic() - self._begun)
-
-    def generator(self, name: str, part: int = 0) -> torch.Generator:
-        """Random numbers of one check (or a part of it), whatever was run before."""
-        number = ["points", "pace", *NAMES].index(name)
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + number + 16 * part)
-
-    def _measure_pace(self, terms: int) -> float:
-        generator, terms = self.generator("pace"), min(terms, self.gnh.num_terms)
-        vector = self.gnh.zeros().rademacher_like(generator)
-        batch = self.gnh.sample(terms, generator)
-        begun = time.perf_counter()
-        batch.matvec(vector)
-        return (time.perf_counter() - begun) / batch.num_terms
-
-    def unaffordable(self, name: str, what: str, seconds: float) -> Check:
-        """A check for which there is not enough time."""
-        share = _SHARES[name] * max(self.left, 0.0)
-        before = math.prod(1 - _SHARES[other] for other in list(_SHARES)[: list(_SHARES).index(name)])
-        budget = math.ceil(seconds / (before * _SHARES[name]))
-        return skipped(
-            name,
-            f"{what} would take about {format_duration(seconds)}, and {format_duration(share)} of the budget of "
-            f"{format_duration(self.budget)} are there for it. A budget of {format_duration(budget)} would do.",
+    room = 1 / plan.step_size - plan.damping
+    per_constant = found.trace.value / room if room > 0 else math.inf
+    measured = (found.constant, found.top_constant)
+    enough = max(estimate.upper() for estimate in measured) * per_constant
+    least = max(estimate.lower() for estimate in measured) * per_constant
+    verdict: Verdict
+    if drawn < least:
+        verdict = "doubt"
+        text = (
+            f"By their noise, measured anew, batches of at least {terms_in(result, math.ceil(least))} are needed: "
+            "errors may be larger than the error bars say. Run again with a larger refine or a larger damping."
         )
-
-
-def _choose(result: Attribution, points: int, generator: torch.Generator) -> list[tuple[int, str]]:
-    """Examples to fine-tune on, one of each kind in turn and queries in turn: (index, kind)."""
-    taken: dict[int, str] = {}
-    means, indices = result.chain_scores.mean(0), result.indices
-    shuffled = indices[torch.randperm(len(indices), generator=generator)].tolist()
-    points = min(points, len(indices))
-    reach = min(3 * points, len(indices))  # among so many, one is not taken yet
-    for number in range(points):
-        scores = means[number % len(means)]
-        for kind, sign in (("most helpful", 1.0), ("most harmful", -1.0)):
-            best = (sign * scores).topk(reach)
-            ends = indices[best.indices[best.values > 0]].tolist()
-            taken |= dict.fromkeys([index for index in ends if index not in taken][:1], kind)
-        taken |= dict.fromkeys([index for index in shuffled if index not in taken][:1], "random")
-    return list(taken.items())
-
-
-# --- was the batch large enough? -----------------------------------------------------------------------------
-
-
-def _check_batch(job: Job, _: list[Comparison], __: Callable[[], None]) -> Check:
-    gnh, share = job.gnh, _SHARES["batch"] * job.left
-    if job.result.solve.certificate is not None:
-        return skipped(
-            "batch", "the solver went through all of its data in every product, and drew no batches."
+    elif found.heavy_tailed or not found.falls_as_inverse:
+        verdict = "cannot tell"
+        few, flat = "a few unusual batches dominate.", "larger ones are not less so, as they must be."
+        text = (
+            f"How noisy such batches are could not be measured well: {few if found.heavy_tailed else flat} A larger "
+            "budget measures more of them."
         )
-    if len(gnh.terms) < 2:
-        return skipped("batch", "there is a single training example, and nothing to draw.")
-    per_example = gnh.terms.terms_per_example
-    examples = round(job.drawn / per_example)
-    draws = (examples // 2, examples) if examples > 1 else (1, 2)
-    sizes = [min(math.ceil(count * per_example), gnh.num_terms) for count in draws]
-    pair = 2 * _block(2) * sum(sizes) * job.pace  # two batches times two vectors, at both sizes
-    per_term = _LANCZOS * job.large_pace
-    most, least = min(gnh.num_terms, 4096), min(gnh.num_terms, 2 * sizes[-1])
-    subset = max(least, min(most, int(share / 3 / per_term)))
-    realisations = int((share - subset * per_term) / pair)
-    if realisations < _REALISATIONS[0]:
-        what = f"the fewest measurements that say anything ({_REALISATIONS[0]})"
-        return job.unaffordable("batch", what, least * per_term + _REALISATIONS[0] * pair)
-    found = check_condition(
-        gnh,
-        sizes,
-        generator=job.generator("batch"),
-        realisations=min(realisations, _REALISATIONS[1]),
-        lanczos_terms=subset,
-        max_products=_LANCZOS,
+    elif drawn >= enough:
+        verdict = "trust"
+        text = (
+            f"The noise of such batches was measured anew: those of {terms_in(result, math.ceil(enough))} are enough "
+            "for steps of this length to be stable."
+        )
+    else:
+        verdict = "cannot tell"
+        text = (
+            f"As far as was measured, something between {round(least):,} and {terms_in(result, math.ceil(enough))} is "
+            "enough for steps of this length to be stable. A larger budget narrows it down."
+        )
+    numbers: dict[str, float | Pair] = {
+        "batch": round(drawn),
+        "stable from": math.ceil(enough),
+        "noise of batches": (found.constant.value, found.constant.stderr),
+        "steepest direction": (found.top_constant.value, found.top_constant.stderr),
+        "measurements": found.realisations,
+    }
+    opening = f"Every step of the solver looked at {terms_in(result, drawn)}."
+    return _check("batch", verdict, f"{opening} {text}", numbers)
+
+
+def fine_tuning_check(result: Attribution, comparisons: Sequence[Comparison], *, planned: int) -> Check:
+    """Scores by influence against scores by fine-tuning: correlation and slope, with errors from the chains.
+
+    Args:
+        result: whose chains tell the errors of its scores.
+        comparisons: what was fine-tuned on.
+        planned: how many examples were asked for.
+    """
+    used = [comparison for comparison in comparisons if comparison.converged]
+    lost, missing = len(comparisons) - len(used), planned - len(comparisons)
+    notes = f" Fine-tuning on {lost} more did not converge; they are left out." if lost else ""
+    notes += f" For {missing} more the budget did not suffice." if missing > 0 else ""
+    counts: dict[str, float | Pair] = {"examples": len(used), **({"not converged": lost} if lost else {})}
+    found = None if len(used) < FEWEST_POINTS else _agreement(result, used)
+    if found is None:
+        text = f"The model was fine-tuned on {len(used)} single training examples, " + (
+            "too few to compare." if len(used) < FEWEST_POINTS else "and no question’s loss moved by it."
+        )
+        return _check("fine-tuning", "cannot tell", text + notes, counts)
+    (correlation, _), (slope, _) = found
+    within = [near for comparison in used for near in _within_errors(comparison)]
+    how = (
+        f"all {terms_in(result, result.num_terms)} of the training data"
+        if used[0].full_batch
+        else "random batches of the training data, so that both sides carry noise"
     )
-    return batch_check(job.result, job.plan, job.drawn, found)
-
-
-# --- does fine-tuning agree? ---------------------------------------------------------------------------------
-
-
-def _fine_tune(job: Job, done: list[Comparison], write: Callable[[], None]) -> Check:
-    """Fine-tune on the chosen examples, a few at a time; ``done`` is added to and written down every time."""
-    gnh, plan = job.gnh, job.plan
-    needed = 8 * (sum(p.numel() for p in gnh.network.model.parameters()) + 10 * gnh.num_parameters)
-    memory = half_of_memory(gnh.network.device)
-    if memory is not None and needed > memory:
-        return skipped(
-            "fine-tuning",
-            f"it needs about {format_bytes(needed)} for vectors in double precision, and half of the memory is "
-            f"{format_bytes(memory)}.",
+    kinds = ", ".join(dict.fromkeys(comparison.kind for comparison in used))
+    measured = f"correlation {correlation:.3f}, slope {slope:.2f}; 1 and 1 would be perfect".replace("-", "−")
+    verdict: Verdict
+    if correlation >= CORRELATED and abs(slope - 1) <= SLOPE:
+        verdict, text = "trust", f"The questions’ losses moved as the scores say: {measured}."
+    elif sum(within) < len(within) / 2:
+        verdict = "doubt"
+        text = (
+            f"The questions’ losses did not move as the scores say: {measured}. {len(within) - sum(within)} of "
+            f"{len(within)} differences are larger than the error bars allow. Do not rely on these scores."
         )
-    end = job.left * (1 - _SHARES["fine-tuning"])
-    gradients = _iterations(plan.condition_number, 0.3 * _TOLERANCE)
-    full = _GRADIENT * gradients * gnh.num_terms * job.large_pace
-    small = _GRADIENT * (_CHAINS * plan.num_steps + 32) * job.drawn * job.pace
-    fits = full * len(job.chosen) <= job.left - end
-    full_batch = fits or full <= small or any(c.full_batch for c in done)
-    done[:] = [comparison for comparison in done if comparison.full_batch == full_batch]
-    known = {comparison.index for comparison in done}
-    todo = [chosen for chosen in job.chosen if chosen[0] not in known]
-    cost = full if full_batch else small
-    while todo and job.left - len(todo[:3]) * cost >= end:
-        begun, turn, todo = time.monotonic(), todo[:3], todo[3:]
-        done += _compare(job, turn, 3 * gradients if full_batch else None)
-        write()
-        cost = (time.monotonic() - begun) / len(turn)  # measured is better than predicted
-    if not done:
-        way = f"over all {terms_in(job.result, gnh.num_terms)}" if full_batch else "by random batches"
-        return job.unaffordable("fine-tuning", f"fine-tuning on three examples, {way},", 3 * cost)
-    return fine_tuning_check(job.result, done, planned=len(job.chosen))
-
-
-def _compare(job: Job, turn: Sequence[tuple[int, str]], max_gradients: int | None) -> list[Comparison]:
-    """Fine-tune on each of a few examples; over all of the data where ``max_gradients`` is given."""
-    indices = [index for index, _ in turn]
-    try:
-        response = _respond(job, indices, max_gradients)
-    except SolverError:  # it diverged on one of them: which?
-        if len(turn) > 1:
-            return [comparison for one in turn for comparison in _compare(job, [one], max_gradients)]
-        response = None
-    scored = job.result.scored.at(slice(None), places_of(job.result, indices))
-    scores, errors = scored.mean.double(), scored.half_width(0.95).double()
-    found, reach = torch.zeros_like(scores), torch.zeros_like(scores)
-    if response is not None:
-        found = response.scores.cpu()
-        reach = 2 * response.stderr.cpu() + (response.scores - response.linear).abs().cpu()
-    return [
-        Comparison(
-            index=index,
-            kind=kind,
-            converged=response is not None and bool(response.converged[k]),
-            full_batch=max_gradients is not None,
-            influence=tuple(scores[:, k].tolist()),
-            influence_error=tuple(errors[:, k].tolist()),
-            fine_tuned=tuple(found[:, k].nan_to_num(0.0).tolist()),
-            fine_tuned_error=tuple(reach[:, k].nan_to_num(0.0).tolist()),
+    else:
+        verdict = "cannot tell"
+        text = (
+            f"The questions’ losses moved somewhat as the scores say: {measured}. Most differences are within the "
+            "error bars, but those are wide: run again with a larger refine."
         )
-        for k, (index, kind) in enumerate(turn)
-    ]
-
-
-def _respond(job: Job, indices: list[int], max_gradients: int | None) -> ProximalResponse:
-    gnh, full_batch = job.gnh, max_gradients is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", WhenceWarning)  # what does not converge is counted, and said
-        return pbrf(
-            gnh.network.model,
-            gnh.terms.data,
-            [gnh.terms.data[index] for index in indices],
-            job.queries,
-            task=gnh.task,
-            damping=job.plan.damping,
-            params=job.params,
-            plan=None if full_batch else job.plan.replace(chains=_CHAINS),
-            generator=job.generator("fine-tuning", 1 + indices[0]),
-            tolerance=_TOLERANCE if full_batch else None,
-            max_gradients=max_gradients or 1000,
-            micro_batch=job.result.settings.get("micro_batch"),
-            importance=gnh.terms.importance,
-        )
-
-
-# --- would another damping rank differently? -----------------------------------------------------------------
-
-
-def _sweep_dampings(job: Job, _: list[Comparison], __: Callable[[], None]) -> Check:
-    gnh, result, plan = job.gnh, job.result, job.plan
-    if len(result.indices) < 3:
-        return skipped("damping", "a ranking to compare needs at least three scored examples.")
-    vector = gnh.zeros().nbytes
-    products = min(_PRODUCTS, _iterations(2 * plan.condition_number, 1e-3), BASIS_BUDGET // vector)
-    ranked = _to_rank(result, min(_RANKED, BASIS_BUDGET // (2 * vector)), job.generator("points"))
-    if products < min(_PRODUCTS // 4, gnh.num_parameters) or len(ranked) < 3:
-        return skipped("damping", f"vectors of {format_bytes(vector)} are too large to keep enough of them.")
-    asked = min(_QUERIES, len(job.queries))
-    per_term = products * (_block(_PROBES) + _block(asked)) * job.large_pace
-    # A draw of m terms differs from the whole by Tr(H)/m. Where that is above λ, λ would matter less than it does.
-    least = min(gnh.num_terms, math.ceil(plan.spectrum.trace.value / plan.damping))
-    terms = min(gnh.num_terms, max(least, 4096), int(_SHARES["damping"] * job.left / per_term))
-    if terms < least:
-        return job.unaffordable("damping", f"solving again on {terms_in(result, least)}", least * per_term)
-    sweep = damping_sweep(
-        gnh,
-        gnh.gradients([job.queries[q] for q in range(asked)]),
-        gnh.gradients([gnh.terms.data[index] for index in ranked]),
-        generator=job.generator("damping"),
-        dampings=[factor * plan.damping for factor in _DAMPINGS],
-        chosen=plan.damping,
-        spectrum=plan.spectrum,
-        max_products=products,
-        probes=_PROBES,
-        max_terms=terms,
+    opening = (
+        f"The model was fine-tuned on {len(used)} training examples, each by itself ({kinds}), while held to its own "
+        f"answers on {how}."
     )
-    return damping_check(result, sweep)
+    agreed = {"within error bars": sum(within), "of": len(within)}
+    numbers = {"correlation": found[0], "slope": found[1], **agreed, **counts}
+    return _check("fine-tuning", verdict, f"{opening} {text}{notes}", numbers)
 
 
-def _to_rank(result: Attribution, most: int, generator: torch.Generator) -> list[int]:
-    """The ends of the first queries' rankings, and random examples up to ``most``."""
-    ends: dict[int, None] = {}
-    for query in range(min(_QUERIES, result.chain_scores.shape[1])):
-        for harmful in (False, True):
-            ends |= dict.fromkeys(row.index for row in result.top(4, query=query, harmful=harmful))
-    shuffled = result.indices[torch.randperm(len(result.indices), generator=generator)].tolist()
-    return list(dict.fromkeys([*ends, *shuffled]))[:most]
+def _within_errors(comparison: Comparison) -> list[bool]:
+    """For each query, whether influence and fine-tuning differ by no more than their errors allow."""
+    c = comparison
+    rows = zip(c.influence, c.fine_tuned, c.influence_error, c.fine_tuned_error, strict=True)
+    return [abs(score - truth) <= math.hypot(width, error) for score, truth, width, error in rows]
 
 
-def _iterations(condition_number: float, tolerance: float) -> int:
-    """Of conjugate gradients, where the spectrum does not help them: half of √κ for every factor of e."""
-    return 4 + math.ceil(0.5 * math.sqrt(1 + condition_number) * math.log(2 / tolerance))
+def _agreement(result: Attribution, used: Sequence[Comparison]) -> tuple[Pair, Pair] | None:
+    """Correlation and slope over examples, pooled over queries; None where fine-tuning moved nothing.
+
+    Queries are weighted by how well their scores are resolved: one for which no chosen example matters has nothing but
+    noise to show. Above ten to one they count alike, or a single precise query would hide the others.
+    """
+    scored = scored_at(result, [comparison.index for comparison in used])
+    truth = torch.tensor([comparison.fine_tuned for comparison in used], dtype=torch.float64).T
+    noise = torch.tensor([comparison.fine_tuned_error for comparison in used], dtype=torch.float64).T / 2
+    moved = truth.std(1) > 0
+    if not bool(moved.any()):
+        return None
+    scored, truth, noise = scored.at(moved), truth[moved], noise[moved]
+    error = scored.stderr.double().square() + noise.square()
+    weight = 1 / (error + (RESOLVED * truth).square()).mean(1, keepdim=True)
+
+    def correlation(scores: Tensor) -> Tensor:
+        a, b = (x - x.mean(1, keepdim=True) for x in (scores, truth))
+        norms: Tensor = ((weight * a * a).sum() * (weight * b * b).sum()).sqrt()
+        return (weight * a * b).sum() / norms.clamp_min(1e-300)
+
+    def slope(scores: Tensor) -> Tensor:
+        # of influence over fine-tuning; noise in the latter would flatten the line, and is taken out
+        squares: Tensor = (weight * truth * truth).sum()
+        without_noise = squares - (weight * noise * noise).sum()
+        return (weight * scores * truth).sum() / without_noise.clamp_min(0.01 * float(squares))
+
+    return _with_error(correlation, scored), _with_error(slope, scored)
 
 
-def _block(columns: int) -> float:
-    """Cost of a product with a block, in products with one vector: the pass at θ is shared."""
-    return (1 + 4 * columns) / 5
+def _with_error(statistic: Callable[[Tensor], Tensor], scored: Scored) -> Pair:
+    """A statistic of the scores and its standard error: from several chains, or by moving a single one."""
+    chains = scored.chains.double()
+    if len(chains) > 1:
+        return jackknife(statistic, chains)
+    generator = torch.Generator().manual_seed(0)
+    moves = torch.randn(32, *chains.shape[1:], generator=generator, dtype=torch.float64)
+    moved = torch.stack([statistic(chains[0] + move * scored.stderr) for move in moves])
+    return float(statistic(chains[0])), float(moved.std())
 
 
-#: Check -> how to run it, given what was compared before and how to write down what is added. In their order.
-CHECKS: Mapping[str, Callable[[Job, list[Comparison], Callable[[], None]], Check]] = {
-    "batch": _check_batch,
-    "fine-tuning": _fine_tune,
-    "damping": _sweep_dampings,
-}
+def damping_check(result: Attribution, sweep: DampingSweep) -> Check:
+    """Whether the dampings next to the chosen one put examples in the same order."""
+    assert sweep.scores is not None
+    i = sweep.chosen
+    near = {
+        name: (float(sweep.agreement[i, j]), float(sweep.agreement_stderr[i, j]))
+        for name, j in (("× 4", i - 2), ("× 2", i - 1), ("× ½", i + 1), ("× ¼", i + 2))
+    }
+    queries, ranked = sweep.scores.shape[1:]
+    part = "all of the data"
+    if sweep.worked_terms < sweep.num_terms:
+        part = f"a draw of {sweep.worked_terms:,} from {terms_in(result, sweep.num_terms)}"
+    where = f"(On {part}, with {ranked} examples and {queries} of {len(result.queries)} questions.)"
+    twice, half = near["× 2"][0], near["× ½"][0]
+    measured = f"rank correlation {twice:.2f} and {half:.2f}; 1 is the same order"
+    verdict: Verdict
+    if math.isnan(twice) or math.isnan(half):
+        verdict = "cannot tell"
+        text = f"The solution with another damping was not found within {sweep.steps} products."
+    elif min(twice, half) >= SAME_ORDER:
+        verdict = "trust"
+        text = f"Hardly: with twice or half the damping, examples keep nearly their order ({measured})."
+    elif min(twice, half) < OTHER_ORDER:
+        verdict = "doubt"
+        text = (
+            f"Yes: with twice or half the damping, the order is another one ({measured}). The damping is a choice that "
+            "the data do not make, so read the ranking as one of several."
+        )
+    else:
+        verdict = "cannot tell"
+        text = f"Somewhat: with twice or half the damping, examples change places ({measured})."
+    numbers = {f"damping {name}": pair for name, pair in near.items()}
+    return _check(
+        "damping", verdict, f"{text} {where}", {**numbers, "examples ranked": ranked, "questions": queries}
+    )

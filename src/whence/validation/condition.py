@@ -2,23 +2,9 @@
 
     E H̃² - H²  ≼  (C / |B|) Tr(H) H                                                                          (C.1)
 
-is what the batch size of a plan rests on, with C = 2 assumed. Multiply one probe v by two independent batches, a = H̃v
-and b = Ĥv. Then ``E⟨a, b⟩ = vᵀH²v`` and ``E‖a‖² = vᵀE[H̃²]v``, so ``‖a‖² - ⟨a, b⟩`` has the mean ``vᵀ(E H̃² - H²)v``.
-The batches can be exchanged; the mean over both orders,
-
-    ½(‖a‖² + ‖b‖²) - ⟨a, b⟩  =  ½‖a - b‖²,
-
-has the same expectation and, being a conditional expectation given the unordered pair, never a larger variance. It
-is never negative, and costs the same two products. With v of random signs its mean is the trace of C.1's left side;
-with the top eigenvector v₁ it is C.1 along the one direction where a long step hurts most. The same products give
-``E vᵀa = Tr(H)`` for nothing.
-
-**What |B| is.** The expected number of terms in a draw. With m examples drawn independently and weighted as `TermSet`
-does, ``E H̃² - H² = (E A_s² - H²)/m`` exactly, where A_s is one example's weighted matrix, however ragged the examples
-are. So the gap falls as 1/|B| with |B| = m × (terms per example), not with the tokens that a draw happens to hold.
-
-**The slope** of log gap over log |B| is thus -1 by arithmetic for independent draws. If it is not, products carry noise
-of their own that no batch averages out (finite differences, low precision), or draws are not independent.
+is what the batch size of a plan rests on, with C = 2 assumed. One probe v is multiplied by two independent batches,
+a = H̃v and b = Ĥv: ``½‖a - b‖²`` has the mean ``vᵀ(E H̃² - H²)v``. Random signs v give the trace of C.1's left side, the
+top eigenvector gives C.1 along the direction where a long step hurts most. Derived in docs/math.md, 'Condition C.1'.
 """
 
 from __future__ import annotations
@@ -32,11 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whence.attribution.sweep import aligned
 from whence.errors import OptionError, SolverError
 from whence.model.gauss_newton import GaussNewton
 from whence.operators import Damped, LinearOperator
 from whence.progress import track
 from whence.spectrum import Estimate, lanczos, trace_from_quadratic_forms
+from whence.validation.statistics import estimates_of
 from whence.vectors import ParamVector
 
 __all__ = ["ConditionCheck", "ConditionPoint", "check_condition"]
@@ -167,21 +155,17 @@ class ConditionCheck:
         return " ".join(sentences)
 
     def __str__(self) -> str:
-        rows = [("|B|", "Tr(E H̃² - H²)", "Tr(H)²/|B|", "Ĉ", "Ĉ(v₁)")]
+        rows = [("|B|", "Tr(E H² - H²)", "Tr(H)²/|B|", "Ĉ", "Ĉ(v₁)")]
         rows += [
             (f"{p.batch_size:,.4g}", str(p.gap), str(p.bound), str(p.constant), str(p.top_constant))
             for p in self.points
         ]
         rows.append(("pooled", "", "", str(self.constant), str(self.top_constant)))
-        widths = [max(len(_bare(row[i])) for row in rows) for i in range(5)]
-        lines = [
-            "  ".join(
-                " " * (width - len(_bare(cell))) + cell for cell, width in zip(row, widths, strict=True)
-            )
-            for row in rows
-        ]
+        header, *lines = aligned(rows)
+        header = header.replace("E H²", "E H̃²")  # its mark takes no width
         cost = f"{self.num_products:,} products over {self.num_term_products:,} terms"
-        return "\n".join([*lines, f"Tr(H) = {self.trace}, v₁ᵀHv₁ = {self.curvature}; {cost}", self.verdict])
+        numbers = f"Tr(H) = {self.trace}, v₁ᵀHv₁ = {self.curvature}; {cost}"
+        return "\n".join([header, *lines, numbers, self.verdict])
 
 
 def check_condition(
@@ -245,9 +229,8 @@ def check_condition(
         _realise(operator, size, found.top_vector, realisations, generator)
         for _, size in sorted(sizes.items())
     ]
-    columns = 2
-    products += 2 * columns * realisations * len(sizes)
-    terms += round(2 * columns * realisations * sum(sizes))
+    each = 4 * realisations  # two batches times a block of two
+    products, terms = products + each * len(sizes), terms + round(each * sum(sizes))
     return _summarise(torch.stack(draws, dim=1), sorted(sizes), products, terms)
 
 
@@ -318,44 +301,32 @@ def _realise(
 
 
 def _summarise(values: Tensor, sizes: Sequence[float], products: int, terms: int) -> ConditionCheck:
-    """From ``[4, batch sizes, realisations]`` to estimates.
-
-    Errors are to first order: the relative change of a ratio of means is a sum over realisations, whose variance is the
-    sum of the batch sizes' variances. That counts what numerator and denominator have in common.
-    """
-    gaps, forms, top_gaps, top_forms = values
-    count = len(sizes)
+    """From the ``[4, batch sizes, realisations]`` of `_realise` to estimates, their errors to first order."""
     if not bool(torch.isfinite(values).all()):
         raise SolverError("a product holds NaN or infinity; check the model's outputs and its precision")
-    for form in (forms, top_forms):
-        if not float(form.mean()) > 0:
-            raise _no_curvature(float(form.mean()))
-    trace, curvature = (_ratio(float(form.mean()), form / form.mean() / count) for form in (forms, top_forms))
-    of_trace, of_curvature = forms / trace.value / count, top_forms / curvature.value / count
-    points, scaled, top_scaled = [], torch.zeros_like(gaps), torch.zeros_like(gaps)
-    for k, size in enumerate(sizes):
-        only, top_only = torch.zeros_like(gaps), torch.zeros_like(gaps)
-        only[k], top_only[k] = gaps[k], top_gaps[k]
-        scaled[k], top_scaled[k] = size * gaps[k] / count, size * top_gaps[k] / count
-        mean, top_mean = float(gaps[k].mean()), float(top_gaps[k].mean())
-        top_bound = trace.value * curvature.value / size
-        points.append(
-            ConditionPoint(
-                batch_size=size,
-                gap=Estimate.from_samples(gaps[k].tolist()),
-                bound=_ratio(trace.value**2 / size, 2 * of_trace),
-                constant=_ratio(size * mean / trace.value**2, _relative(only) - 2 * of_trace),
-                top_constant=_ratio(top_mean / top_bound, _relative(top_only) - of_trace - of_curvature),
-            )
-        )
-    pooled, top_pooled = float(scaled.sum(0).mean()), float(top_scaled.sum(0).mean())
-    top_scale = trace.value * curvature.value
+    for form in values[1::2].mean((1, 2)).tolist():
+        if not form > 0:
+            raise _no_curvature(form)
+    batches = torch.tensor(sizes, dtype=torch.float64)
+
+    def both_sides(means: Tensor) -> Tensor:
+        gaps, forms, top_gaps, top_forms = means
+        trace, curvature = forms.mean(), top_forms.mean()
+        constants = batches * gaps / trace**2
+        top_constants = batches * top_gaps / (trace * curvature)
+        pooled = torch.stack([trace, curvature, constants.mean(), top_constants.mean()])
+        return torch.cat([pooled, gaps, trace**2 / batches, constants, top_constants])
+
+    found = estimates_of(both_sides, values)
+    trace, curvature, constant, top_constant = found[:4]
+    columns = [found[4 + k :: len(sizes)] for k in range(len(sizes))]
+    points = tuple(ConditionPoint(size, *column) for size, column in zip(sizes, columns, strict=True))
     shares = values[0::2].amax(-1) / values[0::2].sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
     return ConditionCheck(
-        points=tuple(points),
+        points=points,
         slope=_slope(points),
-        constant=_ratio(pooled / trace.value**2, _relative(scaled) - 2 * of_trace),
-        top_constant=_ratio(top_pooled / top_scale, _relative(top_scaled) - of_trace - of_curvature),
+        constant=constant,
+        top_constant=top_constant,
         trace=trace,
         curvature=curvature,
         realisations=values.shape[-1],
@@ -363,17 +334,6 @@ def _summarise(values: Tensor, sizes: Sequence[float], products: int, terms: int
         num_products=products,
         num_term_products=terms,
     )
-
-
-def _relative(parts: Tensor) -> Tensor:
-    """Contributions to a sum over batch sizes of means over realisations, relative to that sum."""
-    return parts / parts.sum(0).mean().clamp_min(torch.finfo(torch.float64).tiny)
-
-
-def _ratio(value: float, relative_parts: Tensor) -> Estimate:
-    """An estimate whose relative change is the sum of means of ``[batch sizes, realisations]``."""
-    variance = relative_parts.var(1).sum() / relative_parts.shape[1]
-    return Estimate(value, abs(value) * float(variance.sqrt()))
 
 
 def _slope(points: Sequence[ConditionPoint]) -> Estimate | None:
@@ -391,8 +351,3 @@ def _no_curvature(value: float) -> SolverError:
         f"the operator's curvature is {value:.3g}: the outputs do not depend on the selected parameters, or the model "
         "is certain of every answer. There is nothing for C.1 to bound"
     )
-
-
-def _bare(text: str) -> str:
-    """Without combining marks, which take no width."""
-    return text.replace("\u0303", "").replace("\u0302", "")

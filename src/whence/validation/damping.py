@@ -1,12 +1,7 @@
 """How the answer depends on λ: what each damping costs, what it keeps, and where the ranking stops changing.
 
-One Krylov space serves every λ (`whence.spectrum.krylov`): solutions, residuals and scores for all of them come from
-the same products. Products may have errors of their own (finite differences), which a residual known from the
-recurrence does not show: at the smallest λ that should be converged it is measured as well.
-
-From random signs v, ``E vᵀH(H + λ)⁻¹v`` is the **effective dimension** ``d(λ) = Tr H(H + λ)⁻¹``, for all λ from one set
-of runs. Gauss' rule is never below it, the Gauss-Radau rule never above: the value is their middle, and half their
-distance bounds the error of too small a k.
+One Krylov space serves every λ: solutions, residuals, scores and the effective dimension ``d(λ) = Tr H(H + λ)⁻¹`` for
+all of them come from the same products. Derived in docs/math.md, 'One Krylov space for every damping'.
 
 Nothing here retrains anything. A ranking that no longer changes with λ is not thereby right.
 """
@@ -19,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from scipy.stats import rankdata
 from torch import Tensor
 
 from whence.attribution.sweep import aligned, damping_grid
@@ -29,6 +23,7 @@ from whence.solvers.base import check_system
 from whence.solvers.plan import Plan, check_damping
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.spectrum.krylov import Krylov, krylov_spaces, nonzero_norms
+from whence.validation.statistics import Ranks, standard_error
 from whence.vectors import ParamVector
 
 __all__ = ["DampingSweep", "damping_sweep"]
@@ -57,13 +52,11 @@ class DampingSweep:
         agreement_stderr: its standard error over right-hand sides; NaN for a single one.
         measure: ``"Spearman"`` of the scores against functionals, or ``"cosine"`` of the solutions.
         scores: ``wᵀu``, ``[L, right-hand sides, functionals]``, where functionals were given.
-        paper_cost: T·|B| of the paper's plan, one chain, in products of one term, ``[L]``.
         plans: the tuned plan of each λ.
         num_terms: terms in the data.
         worked_terms: terms of the operator that Krylov spaces were built on: all, or a subset.
         steps: the most vectors that a Krylov space has.
         num_products: products spent, without those of the spectrum.
-        num_term_products: terms gone through in them.
     """
 
     dampings: Tensor
@@ -78,13 +71,11 @@ class DampingSweep:
     agreement_stderr: Tensor
     measure: Literal["Spearman", "cosine"]
     scores: Tensor | None
-    paper_cost: Tensor
     plans: tuple[Plan, ...]
     num_terms: int
     worked_terms: int
     steps: int
     num_products: int
-    num_term_products: int
 
     def __post_init__(self) -> None:
         L = len(self.dampings)
@@ -94,6 +85,20 @@ class DampingSweep:
             )
         if self.agreement.shape != (L, L) or len(self.plans) != L or not 0 <= self.chosen < L:
             raise OptionError(f"a sweep over {L} dampings needs as many plans and a square of agreements")
+
+    @property
+    def num_term_products(self) -> int:
+        """Terms gone through in all products."""
+        return self.num_products * self.worked_terms
+
+    @property
+    def paper_cost(self) -> Tensor:
+        """T·|B| of the paper's plan, one chain, in products of one term, ``[L]``."""
+        spectrum = self.plans[0].spectrum
+        plans = [
+            Plan.from_spectrum(spectrum, p.damping, C=spectrum.safe_constant, chains=1) for p in self.plans
+        ]
+        return torch.tensor([plan.num_term_products for plan in plans], dtype=torch.float64)
 
     @property
     def costs(self) -> Tensor:
@@ -212,78 +217,8 @@ def damping_sweep(
         >>> sweep.dimension.round(decimals=3)  # exact for a diagonal matrix and random signs
         tensor([1.7000, 2.8560], dtype=torch.float64)
     """
-    _check_options(operator, rhs, functionals, dampings, chosen, max_products, probes, max_terms, tolerance)
-    if spectrum is None:
-        spectrum = estimate_spectrum(operator, generator=generator)
-    grid, position = damping_grid(dampings, chosen, spectrum)
-    plans = tuple(Plan.tuned(spectrum, value, num_terms=operator.num_terms) for value in grid.tolist())
-    paper = [
-        Plan.from_spectrum(spectrum, value, C=spectrum.safe_constant, chains=1) for value in grid.tolist()
-    ]
-    fixed = operator if operator.num_terms <= max_terms else operator.subset(max_terms, generator)
-    signs = ParamVector.stack([operator.zeros().rademacher_like(generator) for _ in range(probes)])
-    products, steps, bounds = 0, 0, []
-    for space in krylov_spaces(fixed, signs, max_products=max_products, budget=BASIS_BUDGET):
-        bounds.append(space.dimension_bounds(grid))
-        products += space.num_products
-    lower, upper = (torch.cat(parts, dim=1) for parts in zip(*bounds, strict=True))
-    del signs
-    residuals, scores, likeness = [], [], []
-    for space in krylov_spaces(fixed, rhs, max_products=max_products, budget=BASIS_BUDGET):
-        weights, residual = space.coefficients(grid), space.residuals(grid)
-        products += space.num_products + _confirm(space, fixed, grid, residual, tolerance)
-        residuals.append(residual)
-        if functionals is None:
-            likeness.append(_products_of_units(weights))
-        else:
-            scores.append(torch.einsum("lck,ckf->lcf", weights, space.project(functionals)))
-        steps = max(steps, len(space.basis))
-    residual = torch.cat(residuals, dim=1)
-    converged = (residual <= tolerance).all(1)
-    values = torch.cat(scores, dim=1) if scores else None
-    agreement = torch.cat(likeness, dim=2) if values is None else _spearman(values)
-    unknown = ~(converged.unsqueeze(0) & converged.unsqueeze(1))
-    agreement[unknown] = math.nan
-    count = agreement.shape[2]
-    deviation = agreement.std(2) if count > 1 else torch.full_like(agreement[..., 0], math.nan)
-    return DampingSweep(
-        dampings=grid,
-        chosen=position,
-        dimension=0.5 * (lower + upper).mean(1),
-        dimension_stderr=(0.5 * (lower + upper)).std(1) / math.sqrt(probes),
-        dimension_bracket=0.5 * (upper - lower).mean(1),
-        residual=residual,
-        converged=converged,
-        tolerance=tolerance,
-        agreement=agreement.mean(2),
-        agreement_stderr=deviation / math.sqrt(count),
-        measure="cosine" if values is None else "Spearman",
-        scores=values,
-        paper_cost=torch.tensor([plan.num_term_products for plan in paper], dtype=torch.float64),
-        plans=plans,
-        num_terms=operator.num_terms,
-        worked_terms=fixed.num_terms,
-        steps=steps,
-        num_products=products,
-        num_term_products=products * fixed.num_terms,
-    )
-
-
-def _check_options(
-    operator: LinearOperator,
-    rhs: ParamVector,
-    functionals: ParamVector | None,
-    dampings: Sequence[float | str] | Tensor | None,
-    chosen: float | str,
-    max_products: int,
-    probes: int,
-    max_terms: int,
-    tolerance: float,
-) -> None:
-    if isinstance(operator, Damped):
-        raise OptionError("sweep over dampings of the operator itself; pass `damped.operator`")
-    check_damping(chosen)
-    for value in () if dampings is None else dampings:
+    _check_vectors(operator, rhs, functionals)
+    for value in (chosen, *(() if dampings is None else dampings)):
         check_damping(value if isinstance(value, str) else float(value))
     if max_products < 1 or max_terms < 1:
         raise OptionError(
@@ -293,6 +228,57 @@ def _check_options(
         raise OptionError(f"{probes} probes cannot give a standard error; use at least 2")
     if not 0 < tolerance < 1:
         raise OptionError(f"tolerance is {tolerance}; it is a residual relative to ‖g‖, between 0 and 1")
+    if spectrum is None:
+        spectrum = estimate_spectrum(operator, generator=generator)
+    grid, position = damping_grid(dampings, chosen, spectrum)
+    plans = tuple(Plan.tuned(spectrum, value, num_terms=operator.num_terms) for value in grid.tolist())
+    fixed = operator if operator.num_terms <= max_terms else operator.subset(max_terms, generator)
+    signs = ParamVector.stack([operator.zeros().rademacher_like(generator) for _ in range(probes)])
+    products, steps, bounds = 0, 0, []
+    for space in krylov_spaces(fixed, signs, max_products=max_products, budget=BASIS_BUDGET):
+        bounds.append(space.dimension_bounds(grid))
+        products += space.num_products
+    lower, upper = (torch.cat(parts, dim=1) for parts in zip(*bounds, strict=True))
+    del signs
+    residuals, scores, cosines = [], [], []
+    for space in krylov_spaces(fixed, rhs, max_products=max_products, budget=BASIS_BUDGET):
+        weights, residual = space.coefficients(grid), space.residuals(grid)
+        products += space.num_products + _confirm(space, fixed, grid, residual, tolerance)
+        residuals.append(residual)
+        if functionals is None:
+            cosines.append(_cosines(weights))
+        else:
+            scores.append(torch.einsum("lck,ckf->lcf", weights, space.project(functionals)))
+        steps = max(steps, len(space.basis))
+    residual = torch.cat(residuals, dim=1)
+    converged = (residual <= tolerance).all(1)
+    values = torch.cat(scores, dim=1) if scores else None
+    agreement = torch.cat(cosines, dim=2) if values is None else _rank_correlations(values)
+    agreement[~(converged.unsqueeze(0) & converged.unsqueeze(1))] = math.nan
+    return DampingSweep(
+        dampings=grid,
+        chosen=position,
+        dimension=0.5 * (lower + upper).mean(1),
+        dimension_stderr=standard_error(0.5 * (lower + upper), 1),
+        dimension_bracket=0.5 * (upper - lower).mean(1),
+        residual=residual,
+        converged=converged,
+        tolerance=tolerance,
+        agreement=agreement.mean(2),
+        agreement_stderr=standard_error(agreement, 2),
+        measure="cosine" if values is None else "Spearman",
+        scores=values,
+        plans=plans,
+        num_terms=operator.num_terms,
+        worked_terms=fixed.num_terms,
+        steps=steps,
+        num_products=products,
+    )
+
+
+def _check_vectors(operator: LinearOperator, rhs: ParamVector, functionals: ParamVector | None) -> None:
+    if isinstance(operator, Damped):
+        raise OptionError("sweep over dampings of the operator itself; pass `damped.operator`")
     check_system(Damped(operator, 1.0), rhs)
     nonzero_norms(rhs)
     if functionals is not None:
@@ -325,13 +311,13 @@ def _confirm(
     return spent
 
 
-def _products_of_units(rows: Tensor) -> Tensor:
-    """``[L, c, n]`` to cosines ``[L, L, c]``."""
+def _cosines(rows: Tensor) -> Tensor:
+    """Of each pair of λ, ``[λ, c, n]`` to ``[λ, λ, c]``."""
     units = rows / rows.norm(dim=-1, keepdim=True)
     return torch.einsum("ick,jck->ijc", units, units)
 
 
-def _spearman(scores: Tensor) -> Tensor:
-    """Spearman's correlation of the rankings by each pair of λ, ``[L, L, right-hand sides]``."""
-    ranks = torch.from_numpy(rankdata(scores.numpy(), axis=-1)).double()
-    return _products_of_units(ranks - ranks.mean(-1, keepdim=True))
+def _rank_correlations(scores: Tensor) -> Tensor:
+    """Spearman's, of each pair of λ, ``[λ, c, n]`` to ``[λ, λ, c]``."""
+    (ranks,) = Ranks(scores.flatten(0, 1).T).centred()
+    return _cosines(ranks.T.unflatten(0, scores.shape[:2]))

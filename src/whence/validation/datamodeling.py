@@ -3,14 +3,8 @@
     prediction(S, q) = Σ_{i in S} score(q, i),      truth(S, q) = - mean over seeds of ℓ(q; train(S, s))
     LDS = mean over queries of the Spearman correlation of the two over subsets
 
-*Interval.* Subsets and queries are drawn again with replacement, both at once: a resample is a weight for each row and
-each column of the table of subsets and queries. Ranks within a resample follow from cumulated weights, so nothing is
-sorted again. Joint resamples spread too far, since they count the noise of single entries three times; their
-percentiles are drawn in by as much, and freed of their bias. The seeds are not drawn again: the interval is that of the
-LDS against a mean over this many seeds, over all subsets and queries of the kind (with one query, for that query).
-*Comparison.* Two methods meet the same subsets, so the interval of their difference comes from the same resamples.
-*Ceiling.* Training is noisy, and no score predicts noise. How well the mean of half of the seeds predicts the other
-half tells how much there is to predict.
+Its interval, the comparison of two methods and the noise ceiling are derived in docs/math.md, 'Linear datamodeling
+score'.
 """
 
 from __future__ import annotations
@@ -22,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from whence.errors import DataError, OptionError
-from whence.validation.outcomes import Outcomes
+from whence.validation.retraining import Outcomes
+from whence.validation.statistics import Ranks, draw_weights, rank_correlations
 
 __all__ = [
     "DatamodelingDifference",
@@ -70,7 +64,6 @@ class DatamodelingScore:
         """About what the expected loss itself would score, had one trained with infinitely many seeds.
 
         From the split-half r of ``h = ⌊seeds/2⌋`` by Spearman and Brown: ``√(k r / (1 + (k - 1) r))``, ``k = seeds/h``.
-        Exact for correlations of normal variables, near it for ranks.
         """
         if self.split_half is None:
             return None
@@ -138,7 +131,7 @@ def linear_datamodeling_score(
         generator: draws them.
 
     Example:
-        >>> from whence.validation.outcomes import half_subsets
+        >>> from whence.validation import half_subsets
         >>> g = torch.Generator().manual_seed(0)
         >>> subsets = half_subsets(8, 20, generator=g)
         >>> helps = torch.arange(8.0, dtype=torch.float64).repeat(3, 1)
@@ -147,7 +140,7 @@ def linear_datamodeling_score(
         1.0
     """
     bench = _Bench(outcomes, confidence, bootstrap, generator)
-    return bench.score(bench.measure(scores))
+    return bench.score(*bench.correlations(scores))
 
 
 def compare_datamodeling_scores(
@@ -161,36 +154,17 @@ def compare_datamodeling_scores(
 ) -> DatamodelingDifference:
     """The LDS of two methods on the same outcomes, and the interval of their difference.
 
-    The difference is often known far better than either: both meet the same lucky and unlucky subsets.
-
-    Args:
-        first: scores of one method, ``[queries, n]``.
-        second: scores of the other.
-        outcomes: of `retrain` on random subsets.
-        confidence: of the intervals.
-        bootstrap: number of resamples.
-        generator: draws them.
+    The difference is often known far better than either: both meet the same lucky and unlucky subsets. ``first`` and
+    ``second`` are the scores of the two methods; the rest is as for `linear_datamodeling_score`.
     """
     bench = _Bench(outcomes, confidence, bootstrap, generator)
-    one, other = bench.measure(first), bench.measure(second)
-    value, low, high, stderr = bench.interval(
-        one.per_query - other.per_query, one.resampled - other.resampled
-    )
-    return DatamodelingDifference(bench.score(one), bench.score(other), value, low, high, stderr)
-
-
-# --- resamples -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Measured:
-    per_query: Tensor  # [queries]
-    resampled: Tensor  # [bootstrap, queries]
-    undefined: dict[int, str]
+    one, other = bench.correlations(first), bench.correlations(second)
+    difference = bench.interval(one[0] - other[0], one[1] - other[1])
+    return DatamodelingDifference(bench.score(*one), bench.score(*other), *difference)
 
 
 class _Bench:
-    """Outcomes, and the resamples that every method is measured on."""
+    """Outcomes, and the resamples of subsets (rows) and queries (columns) that every method is measured on."""
 
     def __init__(
         self, outcomes: Outcomes, confidence: float, bootstrap: int, generator: torch.Generator
@@ -207,13 +181,13 @@ class _Bench:
         if self.subsets < 3:
             raise OptionError(f"there are {self.subsets} subsets; a correlation over them needs at least 3")
         self.outcomes, self.confidence = outcomes, confidence
-        self.truth = _Ranks(-outcomes.mean)
-        self.rows = _weights(bootstrap, self.subsets, generator)
-        self.columns = _weights(bootstrap, self.queries, generator)
+        self.truth = Ranks(-outcomes.mean)
+        self.rows = draw_weights(bootstrap, self.subsets, generator)
+        self.columns = draw_weights(bootstrap, self.queries, generator)
         self.split_half = _split_half(outcomes, generator)
 
-    def measure(self, scores: Tensor) -> _Measured:
-        """A method's correlation for each query, in the data and in every resample."""
+    def correlations(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a method's predictions with the truth: ``[queries]``, and ``[bootstrap, queries]`` in the resamples."""
         n = self.outcomes.subsets.shape[1]
         if scores.shape != (self.queries, n):
             raise OptionError(
@@ -229,33 +203,30 @@ class _Bench:
             )
         predictions = self.outcomes.subsets.double() @ scores.T
         # Sums of the same numbers in another order differ by rounding, which must not be ranked.
-        rounding = 1e-12 * scores.abs().sum(1)
-        same = predictions.amax(0) - predictions.amin(0) <= rounding
+        same = predictions.amax(0) - predictions.amin(0) <= 1e-12 * scores.abs().sum(1)
         predictions[:, same] = 0.0
-        ranks = _Ranks(predictions)
-        chunk = max(1, _NUMBERS_AT_ONCE // (self.subsets * self.queries))
-        resampled = torch.cat([_correlations(ranks, self.truth, rows) for rows in self.rows.split(chunk)])
-        per_query = _correlations(ranks, self.truth, torch.ones(1, self.subsets, dtype=torch.float64))[0]
-        flat = self.outcomes.mean.amax(0) == self.outcomes.mean.amin(0)
-        undefined = {
-            query: "its loss is the same after training on any of the subsets"
-            if bool(flat[query])
-            else "its scores predict the same for each of the subsets"
-            for query in per_query.isnan().nonzero().flatten().tolist()
-        }
-        return _Measured(per_query, resampled, undefined)
+        ranks = Ranks(predictions)
+        chunks = self.rows.split(max(1, _NUMBERS_AT_ONCE // (self.subsets * self.queries)))
+        resampled = torch.cat([rank_correlations(ranks, self.truth, rows) for rows in chunks])
+        return rank_correlations(ranks, self.truth)[0], resampled
 
-    def score(self, measured: _Measured) -> DatamodelingScore:
-        """With its interval."""
-        value, low, high, stderr = self.interval(measured.per_query, measured.resampled)
+    def score(self, per_query: Tensor, resampled: Tensor) -> DatamodelingScore:
+        """From the correlations of a method."""
+        value, low, high, stderr = self.interval(per_query, resampled)
+        flat = self.outcomes.mean.amax(0) == self.outcomes.mean.amin(0)
         return DatamodelingScore(
             value=value,
             low=max(low, -1.0),
             high=min(high, 1.0),
             stderr=stderr,
             confidence=self.confidence,
-            per_query=measured.per_query,
-            undefined=measured.undefined,
+            per_query=per_query,
+            undefined={
+                query: "its loss is the same after training on any of the subsets"
+                if bool(flat[query])
+                else "its scores predict the same for each of the subsets"
+                for query in per_query.isnan().nonzero().flatten().tolist()
+            },
             split_half=self.split_half,
             num_subsets=self.subsets,
             num_seeds=len(self.outcomes.seeds),
@@ -264,12 +235,14 @@ class _Bench:
     def interval(self, per_query: Tensor, resampled: Tensor) -> tuple[float, float, float, float]:
         """Value, low, high and standard error of a mean over queries."""
         defined = ~per_query.isnan()
-        value = float(per_query[defined].mean())
-        means = _mean_of_defined(resampled[:, defined], self.columns[:, defined])
+        per_query, resampled = per_query[defined], resampled[:, defined]
+        weights = self.columns[:, defined] * ~resampled.isnan()
+        means = (weights * resampled.nan_to_num()).sum(1) / weights.sum(1)
         means = means[~means.isnan()]
+        value = float(per_query.mean())
         if len(means) < 2:
             return value, math.nan, math.nan, math.nan
-        variance = _variance(per_query[defined], resampled[:, defined])
+        variance = _variance(per_query, resampled)
         shrink = math.sqrt(min(1.0, variance / max(float(means.var()), 1e-300)))
         tail = (1 - self.confidence) / 2
         ends = means.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
@@ -279,52 +252,8 @@ class _Bench:
         return value, min(low, value), max(high, value), math.sqrt(variance)
 
 
-class _Ranks:
-    """Ranks within the columns of a table ``[rows, columns]``, and within any resample of its rows."""
-
-    def __init__(self, table: Tensor) -> None:
-        from scipy.stats import rankdata  # takes a second to import, which every use of whence would pay
-
-        array = table.numpy()
-        self.order = torch.from_numpy(array.argsort(axis=0))
-        self.below = torch.from_numpy(rankdata(array, "min", axis=0)).long() - 1
-        self.through = torch.from_numpy(rankdata(array, "max", axis=0)).long()
-
-    def weighted(self, weights: Tensor) -> Tensor:
-        """Mid-ranks less their mean, where row i occurs ``weights[:, i]`` times: ``[resamples, rows, columns]``."""
-        cumulated = F.pad(weights[:, self.order].cumsum(1), (0, 0, 1, 0))
-        shape = (len(weights), *self.order.shape)
-        below = cumulated.gather(1, self.below.expand(shape))
-        through = cumulated.gather(1, self.through.expand(shape))
-        return 0.5 * (below + through - weights.sum(1).reshape(-1, 1, 1))
-
-
-def _correlations(first: _Ranks, second: _Ranks, weights: Tensor) -> Tensor:
-    """Spearman's correlation of each column in each resample, ``[resamples, columns]``; NaN where one is constant."""
-    x, y, w = first.weighted(weights), second.weighted(weights), weights.unsqueeze(2)
-    return (w * x * y).sum(1) / ((w * x * x).sum(1) * (w * y * y).sum(1)).sqrt()
-
-
-def _weights(count: int, size: int, generator: torch.Generator) -> Tensor:
-    """How often each of ``size`` things occurs in ``size`` draws with replacement, ``[count, size]``."""
-    drawn = torch.randint(size, (count, size), generator=generator, device=generator.device).cpu()
-    ones = torch.ones(count, size, dtype=torch.float64)
-    return torch.zeros(count, size, dtype=torch.float64).scatter_add_(1, drawn, ones)
-
-
-def _mean_of_defined(correlations: Tensor, weights: Tensor) -> Tensor:
-    """Weighted means of the rows, NaN left out; NaN where nothing is left."""
-    weights = weights * ~correlations.isnan()
-    return (weights * correlations.nan_to_num()).sum(1) / weights.sum(1)
-
-
 def _variance(per_query: Tensor, resampled: Tensor) -> float:
-    """Of the mean over queries: ``σ²_subsets + σ²_queries - σ²_both``.
-
-    ``resampled`` has other subsets and the same queries. The noise that belongs to neither a subset nor a query but to
-    the two together is part of both spreads (and is in the spread of joint resamples three times), so it is
-    taken out once.
-    """
+    """Of the mean over queries: ``σ²_subsets + σ²_queries - σ²_both``; ``resampled`` has other subsets only."""
     deviations = (resampled - per_query).nan_to_num()
     shared = deviations.mean(1)
     of_subsets, count = float(shared.var()), len(per_query)
@@ -335,34 +264,29 @@ def _variance(per_query: Tensor, resampled: Tensor) -> float:
     return max(of_subsets + of_queries - of_both, of_subsets, of_queries)
 
 
-# --- the noise ceiling -----------------------------------------------------------------------------------------
-
-
 def _split_half(outcomes: Outcomes, generator: torch.Generator) -> float | None:
-    seeds = len(outcomes.seeds)
-    if seeds < 2:
+    """The mean LDS of half of the seeds against the other half."""
+    if len(outcomes.seeds) < 2:
         return None
-    ones = torch.ones(1, len(outcomes.subsets), dtype=torch.float64)
-    every_query = torch.ones(1, outcomes.losses.shape[2], dtype=torch.float64)
     values = []
-    for first, second in _halvings(seeds, generator):
-        halves = [_Ranks(outcomes.losses[:, list(half)].mean(1)) for half in (first, second)]
-        values.append(float(_mean_of_defined(_correlations(halves[0], halves[1], ones), every_query)))
+    for halves in _halvings(len(outcomes.seeds), generator):
+        first, second = (Ranks(outcomes.losses[:, half].mean(1)) for half in halves)
+        values.append(float(rank_correlations(first, second).nanmean()))
     return math.fsum(values) / len(values)
 
 
 def _halvings(seeds: int, generator: torch.Generator) -> list[tuple[list[int], list[int]]]:
     """All ways to part the seeds in two equal halves (one is left over where they are odd), or some of many."""
-    half = seeds // 2
-    if math.comb(seeds, 2 * half) * math.comb(2 * half - 1, half) > _MOST_SPLITS:
+    half, everyone = seeds // 2, range(seeds)
+    if math.comb(seeds, half) * math.comb(seeds - half, half) > 2 * _MOST_SPLITS:
         drawn = [
             torch.randperm(seeds, generator=generator, device=generator.device).tolist()
             for _ in range(_MOST_SPLITS)
         ]
         return [(order[:half], order[half : 2 * half]) for order in drawn]
-    splits = []
-    for both in itertools.combinations(range(seeds), 2 * half):
-        for rest in itertools.combinations(both[1:], half - 1):
-            first = [both[0], *rest]
-            splits.append((first, [seed for seed in both if seed not in first]))
-    return splits
+    return [
+        (list(first), list(second))
+        for first in itertools.combinations(everyone, half)
+        for second in itertools.combinations([seed for seed in everyone if seed not in first], half)
+        if first < second
+    ]

@@ -11,18 +11,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
-from scipy.special import stdtrit
 from torch import Tensor
 
+from whence.attribution.scored import half_width
 from whence.errors import OptionError
 from whence.tasks import Task
-from whence.validation.outcomes import Outcomes, positions_of, standard_error
-from whence.validation.retraining import Trainer, retrain
+from whence.validation.retraining import Outcomes, Trainer, mask_of, retrain
+from whence.validation.statistics import standard_error
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Brittleness", "RemovalEffects", "brittleness", "removal_effects"]
+
+
+class RetrainingOptions(TypedDict, total=False):
+    """Options of `whence.validation.retrain` that are handed on to it."""
+
+    batch_size: int
+    processes: int
+    directory: str | Path | None
+    name: str
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class RemovalEffects:
     @property
     def differences(self) -> Tensor:
         """``ℓ`` without the group less ``ℓ`` with all data, seed by seed: ``[groups, seeds, queries]``."""
-        return self.outcomes.losses[1:] - self.outcomes.losses[:1]
+        return _changes(self.outcomes)
 
     @property
     def effects(self) -> Tensor:
@@ -63,12 +75,10 @@ class RemovalEffects:
 
     def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
         """Ends of the Student-t confidence intervals over seeds, ``[groups, queries]`` each."""
-        if not 0 < confidence < 1:
-            raise OptionError(f"confidence is {confidence}; it is a probability, such as 0.95")
         seeds = len(self.outcomes.seeds)
         if seeds < 2:
             raise OptionError("there is one seed, which tells nothing of the error; train with several")
-        width = self.stderr * float(stdtrit(seeds - 1, 0.5 + confidence / 2))
+        width = half_width(self.stderr, seeds - 1, confidence)
         return self.effects - width, self.effects + width
 
     def predicted(self, effects: Tensor) -> Tensor:
@@ -86,63 +96,44 @@ class RemovalEffects:
 def removal_effects(
     train: Trainer,
     num_examples: int,
-    groups: Sequence[int | Sequence[int]],
+    groups: Sequence[int | Sequence[int] | Tensor],
     queries: Any,
     *,
     task: Task,
     seeds: Sequence[int],
-    batch_size: int = 256,
-    processes: int = 1,
-    directory: str | Path | None = None,
-    name: str = "",
+    **options: Unpack[RetrainingOptions],
 ) -> RemovalEffects:
     """Train on all data, and on all data without each group, with the same seeds.
 
     Args:
-        train: the user's training (`whence.validation.retraining.Trainer`).
+        train: the user's training; see `whence.validation.Trainer`.
         num_examples: in the training data.
         groups: positions of the examples to remove together; a single position is a group of one (leave-one-out).
         queries: a data set, items as the task reads them.
         task: gives the queries' losses.
         seeds: of the training runs; differences are paired over them.
-        batch_size: queries at a time.
-        processes: how many train side by side; see `retrain`.
-        directory: where to keep what is finished; see `retrain`.
-        name: of the training's settings; see `retrain`.
+        **options: ``batch_size``, ``processes``, ``directory`` and ``name``, as `retrain` takes them.
     """
-    everything = torch.ones(num_examples, dtype=torch.bool)
-    removed = [
-        positions_of(group, num_examples, f"group {number}").sort().values
-        for number, group in enumerate(groups)
-    ]
-    if not removed:
+    if not groups:
         raise OptionError("there is no group to remove; give at least one")
-    for number, group in enumerate(removed):
-        if not 0 < len(group) < num_examples:
+    removed = torch.stack([mask_of(g, num_examples, f"group {k}") for k, g in enumerate(groups)])
+    for number, size in enumerate(removed.sum(1).tolist()):
+        if not 0 < size < num_examples:
             raise OptionError(
-                f"group {number} has {len(group)} of {num_examples} examples; remove at least one and not all"
+                f"group {number} has {size} of {num_examples} examples; remove at least one and not all"
             )
-    outcomes = retrain(
-        train,
-        torch.stack([everything, *(_without(group, num_examples) for group in removed)]),
-        seeds,
-        queries,
-        task=task,
-        batch_size=batch_size,
-        processes=processes,
-        directory=directory,
-        name=name,
-    )
-    return RemovalEffects(outcomes, tuple(tuple(group.tolist()) for group in removed))
+    kept = torch.cat([torch.ones(1, num_examples, dtype=torch.bool), ~removed])
+    outcomes = retrain(train, kept, seeds, queries, task=task, **options)
+    return RemovalEffects(outcomes, tuple(tuple(mask.nonzero().flatten().tolist()) for mask in removed))
 
 
 @dataclass(frozen=True)
 class Brittleness:
     """How a query's loss rises without its most helpful examples, and without as many random ones.
 
-    The error of a random mean has two sources, which draws to remove and which seeds to train with:
-    ``σ² = σ²_draws / draws + σ²_seeds / seeds``, each measured by the spread of means over the other. What the
-    two share is counted twice, so the errors are a little too large rather than too small.
+    The error of a random mean has two sources, which examples are drawn and which seeds are trained with:
+    ``σ² = σ²_draws / draws + σ²_seeds / seeds``. Each is measured by the spread of means over the other. What the two
+    share is counted twice, so the errors are a little too large rather than too small.
 
     Attributes:
         outcomes: of training on all data; without the top k, query by query and k by k; and without k random
@@ -158,18 +149,14 @@ class Brittleness:
     @property
     def top_changes(self) -> Tensor:
         """Change of each query's loss without its own top k, ``[queries, counts, seeds]``."""
-        queries = len(self.top)
-        rows = self._changes()[: queries * len(self.counts)].unflatten(0, (queries, len(self.counts)))
-        own = torch.arange(queries)
-        changes: Tensor = rows[own, :, :, own]
+        own = torch.arange(len(self.top))
+        changes: Tensor = self._removals()[own, :, :, own]
         return changes
 
     @property
     def random_changes(self) -> Tensor:
         """Change of each query's loss without k random examples, ``[draws, queries, counts, seeds]``."""
-        rows = self._changes()[len(self.top) * len(self.counts) :].unflatten(0, (-1, len(self.counts)))
-        changes: Tensor = rows.permute(0, 3, 1, 2)
-        return changes
+        return self._removals()[len(self.top) :].permute(0, 3, 1, 2)
 
     @property
     def effects(self) -> Tensor:
@@ -202,9 +189,10 @@ class Brittleness:
         paired = self.top_changes - self.random_changes.mean(0)
         return torch.hypot(self._draw_error(), standard_error(paired, 2))
 
-    def _changes(self) -> Tensor:
-        """``[removals, seeds, queries]``."""
-        return self.outcomes.losses[1:] - self.outcomes.losses[:1]
+    def _removals(self) -> Tensor:
+        """``[queries + draws, counts, seeds, queries]``."""
+        changes: Tensor = _changes(self.outcomes).unflatten(0, (-1, len(self.counts)))
+        return changes
 
     def _draw_error(self) -> Tensor:
         return standard_error(self.random_changes.mean(3), 0)
@@ -220,10 +208,7 @@ def brittleness(
     counts: Sequence[int],
     generator: torch.Generator,
     draws: int = 4,
-    batch_size: int = 256,
-    processes: int = 1,
-    directory: str | Path | None = None,
-    name: str = "",
+    **options: Unpack[RetrainingOptions],
 ) -> Brittleness:
     """Remove each query's k most helpful examples by score, for several k, and k random ones; train again.
 
@@ -231,7 +216,7 @@ def brittleness(
     draw are nested, as the most helpful are, and serve every query.
 
     Args:
-        train: the user's training (`whence.validation.retraining.Trainer`).
+        train: the user's training; see `whence.validation.Trainer`.
         scores: ``[queries, n]``, positive where training on the example lowers the query's loss. Examples with NaN
             were not scored, and are not among the most helpful.
         queries: a data set, items as the task reads them.
@@ -240,43 +225,26 @@ def brittleness(
         counts: numbers k of examples to remove.
         generator: draws the random examples.
         draws: how many times.
-        batch_size: queries at a time.
-        processes: how many train side by side; see `retrain`.
-        directory: where to keep what is finished; see `retrain`.
-        name: of the training's settings; see `retrain`.
+        **options: ``batch_size``, ``processes``, ``directory`` and ``name``, as `retrain` takes them.
     """
     if scores.ndim != 2 or len(scores) != len(queries):
         raise OptionError(
             f"scores have shape {tuple(scores.shape)} for {len(queries)} queries; it must be [queries, n]"
         )
     n = scores.shape[1]
-    scored = int((~scores.isnan()).sum(1).min())
-    if not counts or min(counts) < 1 or max(counts) > min(scored, n - 1):
-        raise OptionError(
-            f"counts are {list(counts)}; give numbers of examples to remove, from 1 to {min(scored, n - 1)}"
-        )
+    most = min(int((~scores.isnan()).sum(1).min()), n - 1)
+    if not counts or min(counts) < 1 or max(counts) > most:
+        raise OptionError(f"counts are {list(counts)}; give numbers of examples to remove, from 1 to {most}")
     if draws < 2:
         raise OptionError(f"draws is {draws}; an error needs at least 2")
     ranked = scores.detach().cpu().double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     top = ranked.argsort(dim=1, descending=True, stable=True)[:, : max(counts)]
-    device = generator.device
-    drawn = [torch.randperm(n, generator=generator, device=device).cpu() for _ in range(draws)]
-    removals = [_without(order[:k], n) for order in (*top, *drawn) for k in counts]
-    outcomes = retrain(
-        train,
-        torch.stack([torch.ones(n, dtype=torch.bool), *removals]),
-        seeds,
-        queries,
-        task=task,
-        batch_size=batch_size,
-        processes=processes,
-        directory=directory,
-        name=name,
-    )
-    return Brittleness(outcomes, tuple(int(k) for k in counts), top)
+    drawn = [torch.randperm(n, generator=generator, device=generator.device).cpu() for _ in range(draws)]
+    groups = [order[:k] for order in (*top, *drawn) for k in counts]
+    found = removal_effects(train, n, groups, queries, task=task, seeds=seeds, **options)
+    return Brittleness(found.outcomes, tuple(int(k) for k in counts), top)
 
 
-def _without(group: Tensor, num_examples: int) -> Tensor:
-    mask = torch.ones(num_examples, dtype=torch.bool)
-    mask[group] = False
-    return mask
+def _changes(outcomes: Outcomes) -> Tensor:
+    """Losses without each group less those with all data, ``[groups, seeds, queries]``."""
+    return outcomes.losses[1:] - outcomes.losses[:1]

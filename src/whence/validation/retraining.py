@@ -9,6 +9,7 @@ it was interrupted. So every run has one thread, and random numbers that begin a
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
@@ -19,6 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,18 +28,76 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whence.errors import DataError, ModelError, OptionError, WhenceError
+from whence.errors import DataError, ModelError, OptionError, RunDirectoryError, WhenceError
 from whence.model.data import TermSet
 from whence.progress import ticker
-from whence.runs import Run
-from whence.runs.files import read_tensors, write_tensors
+from whence.runs import Run, holds, read, read_value, write_value
 from whence.runs.fingerprint import of_data, of_value
 from whence.tasks import Task
-from whence.validation.outcomes import FILE, Outcomes, as_masks, half_subsets
+from whence.validation.statistics import standard_error
 
-__all__ = ["Outcomes", "Trainer", "half_subsets", "query_losses", "retrain"]
+__all__ = ["Outcomes", "Trainer", "as_masks", "half_subsets", "mask_of", "query_losses", "retrain"]
+
 
 Place = tuple[int, int]  # of a training run: which subset, which seed
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Losses of queries under models trained on subsets of the data.
+
+    Attributes:
+        losses: in nats, ``[subsets, seeds, queries]`` in float64.
+        subsets: which examples each subset holds, ``[subsets, n]`` of bool.
+        seeds: of the training runs; every subset was trained on with each of them.
+    """
+
+    losses: Tensor
+    subsets: Tensor
+    seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.subsets.ndim != 2 or self.subsets.dtype != torch.bool:
+            raise OptionError(
+                f"subsets are {self.subsets.dtype} of shape {tuple(self.subsets.shape)}; give a mask, bool of shape "
+                "[subsets, n]"
+            )
+        if self.losses.ndim != 3 or self.losses.shape[:2] != (len(self.subsets), len(self.seeds)):
+            raise OptionError(
+                f"losses have shape {tuple(self.losses.shape)} for {len(self.subsets)} subsets and "
+                f"{len(self.seeds)} seeds; it must be [subsets, seeds, queries]"
+            )
+        for subset, seed, query in (~torch.isfinite(self.losses)).nonzero().tolist():
+            raise OptionError(
+                f"the loss of query {query} is {float(self.losses[subset, seed, query])} for subset {subset} and seed "
+                f"{self.seeds[seed]}; leave that query out, or repair the training"
+            )
+
+    @property
+    def mean(self) -> Tensor:
+        """Over seeds, ``[subsets, queries]``."""
+        return self.losses.mean(1)
+
+    @property
+    def stderr(self) -> Tensor:
+        """Standard errors of `mean`, ``[subsets, queries]``; NaN where there is only one seed."""
+        return standard_error(self.losses, 1)
+
+    def save(self, path: str | Path) -> Path:
+        """Write one file (safetensors); `load` reads it back."""
+        write_value(Path(path), self)
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Outcomes:
+        """Read what `save` wrote, or the directory of a finished `retrain`."""
+        if not Path(path).is_dir():
+            return read_value(Path(path), cls)
+        if not holds(path, "outcomes"):
+            raise RunDirectoryError(
+                f"{path} holds no finished retraining. Run the same job again to go on with it"
+            )
+        return read(path, "outcomes", cls)
 
 
 class Trainer(Protocol):
@@ -85,25 +145,27 @@ def retrain(
     Raises:
         ModelError: a training run failed, or its model's losses are NaN or infinite; says which.
     """
+    if isinstance(seeds, int):
+        raise OptionError(f"seeds is {seeds}; give each of them, such as range({max(seeds, 1)})")
     masks = as_masks(subsets, num_examples)
-    job = _Job(train, masks, _checked_seeds(seeds), queries, task, batch_size)
-    _check(job, processes)
-    payload = _pickled(job) if processes > 1 else b""
+    job = _Job(train, masks, tuple(int(seed) for seed in seeds), queries, task, batch_size)
+    job.check(processes)
+    payload = job.pickled() if processes > 1 else b""
     places = list(itertools.product(range(len(masks)), range(len(job.seeds))))
     losses = torch.zeros(len(masks), len(job.seeds), len(queries), dtype=torch.float64)
-    with _one_thread(), Run(directory, _config(job, name)) as run:
-        todo = [place for place in places if not _read(run, job, place, losses)]
-        found = _in_processes(payload, todo, processes) if processes > 1 else _here(job, todo)
-        with ticker("retraining", len(places), done=len(places) - len(todo)) as tick, closing(found):
+    with _alone(), Run(directory, job.config(name), identity={}) as run:
+        finished = {place for place in places if run.has(job.piece(place))}
+        for place in finished:
+            losses[place] = torch.from_numpy(run.keep_table(job.piece(place), dict)["loss"])
+        todo = [place for place in places if place not in finished]
+        here = ((place, job.run(place)) for place in todo)
+        found = _in_processes(payload, todo, processes) if processes > 1 else here
+        with ticker("retraining", len(places), done=len(finished)) as tick, closing(found):
             for place, row in found:
                 losses[place] = row
-                if run.path is not None:
-                    write_tensors(_piece(run.path, job, place), {"losses": row}, {})
+                run.keep_table(job.piece(place), partial(dict, loss=row.numpy()))
                 tick()
-        outcomes = Outcomes(losses, masks, job.seeds)
-        if run.path is not None:
-            outcomes.save(run.path / FILE)
-    return outcomes
+        return run.keep("outcomes", Outcomes, lambda: Outcomes(losses, masks, job.seeds))
 
 
 def query_losses(model: nn.Module, queries: Any, task: Task, *, batch_size: int = 256) -> Tensor:
@@ -120,7 +182,80 @@ def query_losses(model: nn.Module, queries: Any, task: Task, *, batch_size: int 
     return losses
 
 
-# --- one training run ------------------------------------------------------------------------------------------
+# --- subsets ---------------------------------------------------------------------------------------------------
+
+
+def half_subsets(n: int, count: int, *, fraction: float = 0.5, generator: torch.Generator) -> Tensor:
+    """Random subsets of ``round(fraction · n)`` out of ``n`` examples, ``[count, n]`` of bool.
+
+    Example:
+        >>> half_subsets(10, 3, generator=torch.Generator().manual_seed(0)).sum(1)
+        tensor([5, 5, 5])
+    """
+    if count < 1:
+        raise OptionError(f"count is {count}; ask for at least one subset")
+    size = round(fraction * n) if math.isfinite(fraction) else 0
+    if not 1 <= size < n:
+        raise OptionError(
+            f"a fraction {fraction} of {n} examples is {size} of them; a subset needs at least one and not all"
+        )
+    masks = torch.zeros(count, n, dtype=torch.bool)
+    for row in masks:
+        row[torch.randperm(n, generator=generator, device=generator.device)[:size].cpu()] = True
+    return masks
+
+
+def as_masks(subsets: Tensor | Sequence[Sequence[int]], num_examples: int | None) -> Tensor:
+    """Subsets, given as a mask or as lists of positions, as a mask ``[subsets, n]`` of bool.
+
+    Example:
+        >>> as_masks([[0, 2], [1]], 3)
+        tensor([[ True, False,  True],
+                [False,  True, False]])
+    """
+    if len(subsets) == 0:
+        raise OptionError("there is no subset to train on; give at least one")
+    if isinstance(subsets, Tensor) and subsets.dtype == torch.bool and subsets.ndim == 2:
+        if num_examples not in (None, subsets.shape[1]):
+            raise OptionError(
+                f"the subsets are of {subsets.shape[1]} examples, num_examples is {num_examples}; give one of them"
+            )
+        masks = subsets.cpu().clone()
+    elif num_examples is None:
+        raise OptionError(
+            "subsets are lists of positions, which do not tell how many examples there are; give num_examples, or a "
+            "mask of bool, [subsets, n]"
+        )
+    else:
+        masks = torch.stack([mask_of(s, num_examples, f"subset {k}") for k, s in enumerate(subsets)])
+    for number in (~masks.any(1)).nonzero().flatten().tolist():
+        raise OptionError(f"subset {number} is empty; there is nothing to train on")
+    return masks
+
+
+def mask_of(positions: Any, num_examples: int, what: str) -> Tensor:
+    """Positions of examples, each of them within the data and given once, as a mask ``[n]`` of bool."""
+    positions = torch.as_tensor(positions).reshape(-1)
+    mask = torch.zeros(num_examples, dtype=torch.bool)
+    if positions.numel() == 0:
+        return mask
+    if positions.is_floating_point() or positions.dtype == torch.bool:
+        raise OptionError(f"{what} holds {positions.dtype}; give positions in the training data")
+    low, high = int(positions.min()), int(positions.max())
+    if low < 0 or high >= num_examples:
+        raise OptionError(
+            f"{what} holds the position {low if low < 0 else high}; with {num_examples} examples they are "
+            f"0..{num_examples - 1}"
+        )
+    values, times = positions.unique(return_counts=True)
+    if len(values) < len(positions):
+        twice = int(values[times.argmax()])
+        raise OptionError(f"{what} holds position {twice} more than once; give each example once")
+    mask[values] = True
+    return mask
+
+
+# --- training runs ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -134,66 +269,97 @@ class _Job:
     task: Task
     batch_size: int
 
+    def check(self, processes: int) -> None:
+        """Refuse what cannot work before anything is trained."""
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise OptionError(f"seeds are {list(self.seeds)}; give one or more different numbers from 0")
+        if not callable(self.train):
+            raise OptionError(f"train is a {type(self.train).__name__}; give a function train(subset, seed)")
+        for name, value in (("processes", processes), ("batch_size", self.batch_size)):
+            if not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} must be a whole number of at least 1, got {value}")
+        terms = TermSet(self.queries, self.task, torch.device("cpu"))
+        for query in (terms.counts() == 0).nonzero().flatten().tolist():
+            raise DataError(f"query {query} holds no term: every label is ignored or masked. Leave it out")
+        terms.look_through(len(terms))
+
+    def config(self, name: str) -> dict[str, Any]:
+        """What a directory is known by."""
+        count, n = self.masks.shape
+        return {
+            "job": "retraining",
+            "name": name,
+            "examples": n,
+            "subsets": f"{count:,}: {of_value(self.masks)}",
+            "seeds": ", ".join(map(str, self.seeds)),
+            "queries": f"{len(self.queries):,}: {of_data(self.queries)}",
+            "task": type(self.task).__name__,
+            "batch_size": self.batch_size,
+        }
+
+    def piece(self, place: Place) -> str:
+        """What the losses of one training run are called in a directory."""
+        return f"losses/subset-{place[0]:05d}-seed-{self.seeds[place[1]]}"
+
     def run(self, place: Place) -> Tensor:
-        """Train and measure: ``[queries]``."""
+        """Train and measure: ``[queries]``. Changes the global random numbers and the number of threads."""
         subset = self.masks[place[0]].nonzero().flatten().tolist()
         seed = self.seeds[place[1]]
         which = f"subset {place[0]} ({len(subset):,} of {self.masks.shape[1]:,} examples) with seed {seed}"
-        with _isolated(seed):
-            try:
-                model = self.train(subset, seed)
-            except Exception as error:
-                raise ModelError(
-                    f"training on {which} failed ({type(error).__name__}: {error}); repair `train`, and the same "
-                    "call goes on from what its directory keeps"
-                ) from error
-            if not isinstance(model, nn.Module):
-                raise ModelError(
-                    f"training on {which} returned a {type(model).__name__}; `train` must return the trained module"
-                )
-            torch.set_num_threads(1)  # the user's training may have asked for more
-            losses = query_losses(model.eval(), self.queries, self.task, batch_size=self.batch_size)
-        bad = (~torch.isfinite(losses)).nonzero().flatten()
-        if len(bad):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            model = self.train(subset, seed)
+        except Exception as error:
             raise ModelError(
-                f"the model trained on {which} has the loss {float(losses[bad[0]])} on query {int(bad[0])}: its "
+                f"training on {which} failed ({type(error).__name__}: {error}); repair `train`, and the same "
+                "call goes on from what its directory keeps"
+            ) from error
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                f"training on {which} returned a {type(model).__name__}; `train` must return the trained module"
+            )
+        torch.set_num_threads(1)  # the user's training may have asked for more
+        losses = query_losses(model.eval(), self.queries, self.task, batch_size=self.batch_size)
+        for query in (~torch.isfinite(losses)).nonzero().flatten().tolist():
+            raise ModelError(
+                f"the model trained on {which} has the loss {float(losses[query])} on query {query}: its "
                 "training diverged. Train with a smaller learning rate, or leave that query out"
             )
         return losses
 
+    def pickled(self) -> bytes:
+        """As bytes: ordinary copies, where multiprocessing would share the memory of tensors."""
+        for name in ("train", "queries", "task"):
+            try:
+                pickle.dumps(getattr(self, name))
+            except Exception as error:
+                raise OptionError(
+                    f"{name} cannot be pickled for other processes ({error}); define its functions and classes at "
+                    "the top level of a module, or use processes=1"
+                ) from error
+        return pickle.dumps(self)
+
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+def _alone() -> Iterator[None]:
+    """One thread; afterwards its number and the global random numbers are as they were."""
+    threads, states = (
+        torch.get_num_threads(),
+        (random.getstate(), np.random.get_state(), torch.get_rng_state()),
+    )
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _isolated(seed: int) -> Iterator[None]:
-    """One thread, and global random numbers that begin at the seed; both as they were afterwards."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    try:
-        with _one_thread():
-            yield
-    finally:
+        torch.set_num_threads(threads)
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
 
 
-# --- all of them -----------------------------------------------------------------------------------------------
-
-
-def _here(job: _Job, todo: list[Place]) -> Generator[tuple[Place, Tensor]]:
-    for place in todo:
-        yield place, job.run(place)
+# --- processes -------------------------------------------------------------------------------------------------
 
 
 def _in_processes(payload: bytes, todo: list[Place], processes: int) -> Generator[tuple[Place, Tensor]]:
@@ -236,22 +402,6 @@ def _in_processes(payload: bytes, todo: list[Place], processes: int) -> Generato
         raise failure
 
 
-def _pickled(job: _Job) -> bytes:
-    """The job as bytes: ordinary copies, where multiprocessing would share the memory of tensors."""
-    try:
-        return pickle.dumps(job)
-    except Exception:
-        for name in ("train", "queries", "task"):
-            try:
-                pickle.dumps(getattr(job, name))
-            except Exception as error:
-                raise OptionError(
-                    f"{name} cannot be pickled for other processes ({error}); define its functions and classes at the "
-                    "top level of a module, or use processes=1"
-                ) from error
-        raise
-
-
 _payload = b""
 _job: _Job | None = None
 
@@ -285,59 +435,3 @@ def _work(place: Place) -> list[float]:
         _payload = b""
     result: list[float] = _job.run(place).tolist()
     return result
-
-
-# --- the directory ---------------------------------------------------------------------------------------------
-
-
-def _config(job: _Job, name: str) -> dict[str, Any]:
-    count, n = job.masks.shape
-    return {
-        "job": "retraining",
-        "name": name,
-        "examples": n,
-        "subsets": f"{count:,}: {of_value(job.masks)}",
-        "seeds": ", ".join(map(str, job.seeds)),
-        "queries": f"{len(job.queries):,}: {of_data(job.queries)}",
-        "task": type(job.task).__name__,
-        "batch_size": job.batch_size,
-    }
-
-
-def _piece(directory: Path, job: _Job, place: Place) -> Path:
-    return directory / "losses" / f"subset-{place[0]:05d}-seed-{job.seeds[place[1]]}.safetensors"
-
-
-def _read(run: Run, job: _Job, place: Place, losses: Tensor) -> bool:
-    """Whether a training run was finished before; then its losses are put in their place."""
-    if run.path is None or not (path := _piece(run.path, job, place)).exists():
-        return False
-    losses[place] = read_tensors(path)[0]["losses"]
-    return True
-
-
-# --- checks ----------------------------------------------------------------------------------------------------
-
-
-def _checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(seeds, int):
-        raise OptionError(f"seeds is {seeds}; give each of them, such as range({max(seeds, 1)})")
-    checked = tuple(int(seed) for seed in seeds)
-    if not checked or len(set(checked)) < len(checked) or min(checked) < 0:
-        raise OptionError(f"seeds are {list(checked)}; give one or more different numbers from 0")
-    return checked
-
-
-def _check(job: _Job, processes: int) -> None:
-    if not callable(job.train):
-        raise OptionError(f"train is a {type(job.train).__name__}; give a function train(subset, seed)")
-    for name, value in (("processes", processes), ("batch_size", job.batch_size)):
-        if not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name} must be a whole number of at least 1, got {value}")
-    terms = TermSet(job.queries, job.task, torch.device("cpu"))
-    nothing = (terms.counts() == 0).nonzero().flatten()
-    if len(nothing):
-        raise DataError(
-            f"query {int(nothing[0])} holds no term: every label is ignored or masked. Leave it out"
-        )
-    terms.look_through(len(terms))

@@ -5,12 +5,8 @@ influence is its derivative at ε = 0. In our sign and units, for a query q,
 
     score(q, z) = -(ℓ(q; θ(ε)) - ℓ(q; θ*)) / ε  →  ∇ℓ(q)ᵀ (H + λ)⁻¹ ∇ℓ(z)        as ε → 0
 
-Nothing here uses a Gauss-Newton product, so agreement with `whence.attribute` is evidence for both.
-
-*Full batch*: Newton's method, its systems solved by conjugate gradients on differences of gradients; converged when the
-objective's own gradient is small. *Minibatch*: stochastic gradient descent under a `Plan`, as in the paper, tail
-averaged; converged when the gradient at the average, estimated without bias on fresh batches, is small. A response that
-has not converged is marked, warned of, and NaN in `ProximalResponse.trusted`.
+Nothing here uses a Gauss-Newton product, so agreement with `whence.attribute` is evidence for both. Derived in
+docs/math.md, 'Proximal Bregman response'.
 """
 
 from __future__ import annotations
@@ -18,19 +14,19 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from whence.errors import DataError, OptionError, SolverError, WhenceWarning
-from whence.model.data import TermSet
 from whence.model.selection import ParameterFilter
 from whence.progress import ticker
 from whence.solvers.plan import Plan
 from whence.tasks import Batch, Task
-from whence.validation.bregman import BregmanObjective
+from whence.validation.bregman import PART, BregmanObjective
+from whence.validation.statistics import standard_error
 from whence.vectors import ParamVector
 
 __all__ = ["ProximalResponse", "pbrf"]
@@ -47,8 +43,8 @@ class ProximalResponse:
 
     Attributes:
         scores: ``-(ℓ(q; θ(ε)) - ℓ(q; θ*))/ε``, ``[queries, points]``.
-        linear: ``-⟨∇ℓ(q), d⟩``, its first-order part; where it differs from `scores`, ε moved the model out of the
-            range in which influence is linear.
+        linear: ``-⟨∇ℓ(q), d⟩``, the first-order part of the scores. Where they differ, ε was too large for influence,
+            which is linear.
         stderr: of the scores, from independent minibatch chains; zero for full batches, NaN for a single chain.
         residual: ``‖∇F/ε‖ / ‖∇ℓ(z)‖`` at the end, per point.
         residual_stderr: its standard error; zero for full batches.
@@ -82,21 +78,11 @@ class ProximalResponse:
     @staticmethod
     def join(parts: Sequence[ProximalResponse]) -> ProximalResponse:
         """Responses of more points, computed apart."""
-
-        def along(name: str, dim: int) -> Tensor:
-            return torch.cat([getattr(part, name) for part in parts], dim)
-
-        return ProximalResponse(
-            scores=along("scores", 1),
-            linear=along("linear", 1),
-            stderr=along("stderr", 1),
-            residual=along("residual", 0),
-            residual_stderr=along("residual_stderr", 0),
-            converged=along("converged", 0),
-            epsilon=along("epsilon", 0),
-            num_gradients=sum(part.num_gradients for part in parts),
-            num_terms=sum(part.num_terms for part in parts),
-        )
+        joined: dict[str, Any] = {}
+        for field in fields(ProximalResponse):
+            values = [getattr(part, field.name) for part in parts]
+            joined[field.name] = torch.cat(values, -1) if isinstance(values[0], Tensor) else sum(values)
+        return ProximalResponse(**joined)
 
 
 def pbrf(
@@ -118,6 +104,8 @@ def pbrf(
 ) -> ProximalResponse:
     """Scores of the points for the queries by the proximal Bregman response function.
 
+    A response that did not converge is marked, warned of, and NaN in `ProximalResponse.trusted`.
+
     Args:
         model: in evaluation mode; copied into float64 on its device, not modified.
         train: its training data.
@@ -127,7 +115,8 @@ def pbrf(
         damping: λ, as the attribution's (``result.solve.plan.damping``).
         params: which parameters may move; the attribution's.
         epsilon: weight of the point's loss; by default, per point, where the outputs' path is straightest.
-        plan: run minibatch gradient descent with the plan's step, batch, steps and chains; full batches without.
+        plan: run minibatch gradient descent with the plan's step, batch, steps and chains; Newton's method on full
+            batches without.
         generator: of the minibatches; needed with a plan.
         tolerance: relative gradient at which a response is converged: 1e-4 by default for full batches. A minibatch
             average cannot be that exact: 0.3, as for LiSSA.
@@ -145,8 +134,15 @@ def pbrf(
         (torch.Size([3, 2]), True)
     """
     _check(epsilon, plan, generator, tolerance, max_gradients, damping)
-    objective = BregmanObjective(model, task, train, damping=damping, params=params, micro_batch=micro_batch)
-    objective.terms.importance = _chances(importance, len(objective.terms))
+    objective = BregmanObjective(
+        model,
+        task,
+        train,
+        damping=float(damping),
+        params=params,
+        micro_batch=micro_batch,
+        importance=importance,
+    )
     for name, data in (("points", points), ("queries", queries)):
         if not hasattr(data, "__len__") or len(data) == 0:
             raise DataError(f"there are no {name}; give at least one example")
@@ -156,36 +152,14 @@ def pbrf(
         tolerance = 1e-4 if plan is None else 0.3
     found = []
     with ticker("fine-tuning on single examples", len(points)) as tick:
-        for point in objective.examples(points):
+        for point in objective.examples(points, 1):
             descent = _Descent(objective, point, epsilon)
             if plan is None:
                 ends = [descent.full_batch(tolerance, max_gradients)]
             else:
                 assert generator is not None
                 ends = [descent.minibatch(plan, generator) for _ in range(plan.chains)]
-            residual, error = descent.residual(ends, plan, generator)
-            losses = torch.stack([objective.losses(end, descent.epsilon, asked) for end in ends])
-            by_chain = (
-                before - losses
-            ) / descent.epsilon  # removal and fine-tuning have opposite signs: flipped here
-            mean = ParamVector.mean(ends)
-            linear = -objective.loss_derivatives(mean, descent.epsilon, asked)
-            spread = (
-                by_chain.std(0) / math.sqrt(len(ends)) if len(ends) > 1 else torch.full_like(linear, math.nan)
-            )
-            found.append(
-                ProximalResponse(
-                    scores=by_chain.mean(0).unsqueeze(1),
-                    linear=linear.unsqueeze(1),
-                    stderr=(torch.zeros_like(linear) if plan is None else spread).unsqueeze(1),
-                    residual=torch.tensor([residual]),
-                    residual_stderr=torch.tensor([error]),
-                    converged=torch.tensor([residual <= tolerance]),
-                    epsilon=torch.tensor([descent.epsilon], dtype=torch.float64),
-                    num_gradients=descent.num_gradients,
-                    num_terms=descent.num_terms,
-                )
-            )
+            found.append(descent.response(ends, asked, before, tolerance, plan, generator))
             tick()
     response = ProximalResponse.join(found)
     if not bool(response.converged.all()):
@@ -200,29 +174,59 @@ def pbrf(
     return response
 
 
+def _check(
+    epsilon: float | None,
+    plan: Plan | None,
+    generator: torch.Generator | None,
+    tolerance: float | None,
+    max_gradients: int,
+    damping: float,
+) -> None:
+    if not isinstance(damping, (int, float)) or not 0 < damping < math.inf:
+        raise OptionError(
+            f"damping is {damping!r}; the proximal objective needs a positive number, such as the one that an "
+            "attribution was solved with"
+        )
+    if epsilon is not None and not 0 < abs(epsilon) < math.inf:
+        raise OptionError(f"epsilon is {epsilon}; give a small number other than 0, or leave it out")
+    if tolerance is not None and not 0 < tolerance < math.inf:
+        raise OptionError(f"tolerance is {tolerance}; it must be a positive number")
+    if max_gradients < 1:
+        raise OptionError(f"max_gradients is {max_gradients}; it must be at least 1")
+    if plan is not None and generator is None:
+        raise OptionError("a plan draws minibatches; give generator=torch.Generator().manual_seed(0)")
+    if plan is not None and abs(plan.damping - damping) > 1e-9 * damping:
+        raise OptionError(
+            f"damping is {damping}, the plan was made for {plan.damping}; make both from one value"
+        )
+
+
 class _Descent:
     """Finding the minimiser for one point."""
 
     def __init__(self, objective: BregmanObjective, point: Batch, epsilon: float | None) -> None:
         self._objective, self._point = objective, point
-        self.num_gradients = self.num_terms = 0
+        self._num_gradients = self._num_terms = 0
         self._slope = objective.loss_gradient(point)
         self._norm = float(self._slope.norm())
         if not math.isfinite(self._norm):
             raise DataError("a point's loss has a gradient of NaN or infinity; check its inputs and label")
         #: No minimiser is farther away: λ‖d‖ ≤ ‖∇ℓ(z)‖ to first order.
         self._radius = self._norm / objective.damping
-        start = self._slope.clone().scale_(-1 / objective.damping)
-        self.epsilon = epsilon or (objective.straightest(start, point) if self._norm > 0 else 1e-8)
+        self._epsilon = epsilon or (objective.straightest(self._start(), point) if self._norm > 0 else 1e-8)
+
+    def _start(self) -> ParamVector:
+        """``-∇ℓ(z)/λ``, as LiSSA starts: exact in flat directions."""
+        return self._slope.clone().scale_(-1 / self._objective.damping)
 
     def full_batch(self, tolerance: float, max_gradients: int) -> ParamVector:
         """Newton's method from ``d = 0``, where the gradient is ``∇ℓ(z)``."""
         d = self._slope.zeros_like()
         gradient = self._slope.clone()
         for _ in range(_NEWTON_STEPS):
-            if float(gradient.norm()) <= tolerance * self._norm or self.num_gradients >= max_gradients:
+            if float(gradient.norm()) <= tolerance * self._norm or self._num_gradients >= max_gradients:
                 break
-            step = self._conjugate_gradients(d, gradient, 0.3 * tolerance * self._norm, max_gradients)
+            step = self._newton_step(d, gradient, 0.3 * tolerance * self._norm, max_gradients)
             for _ in range(6):  # a full step, or as long a part of it as makes the gradient smaller
                 trial = d.clone().axpy_(1.0, step)
                 slope = self._gradient(trial)
@@ -234,14 +238,14 @@ class _Descent:
                 break
         return d
 
-    def _conjugate_gradients(
+    def _newton_step(
         self, d: ParamVector, gradient: ParamVector, enough: float, max_gradients: int
     ) -> ParamVector:
-        """``s`` with ``∇²F s = -∇F``, curvature from differences of gradients: one gradient per iteration."""
+        """``s`` with ``∇²F s = -∇F`` by conjugate gradients, curvature from differences of gradients."""
         step, residual = d.zeros_like(), gradient.clone().scale_(-1.0)
         direction, square = residual.clone(), float(residual.dot(residual))
         reach = max(float(d.norm()), 0.1 * self._radius)  # within what ε was chosen for
-        while math.sqrt(square) > enough and self.num_gradients < max_gradients:
+        while math.sqrt(square) > enough and self._num_gradients < max_gradients:
             length = reach / float(direction.norm())
             ahead = self._gradient(d.clone().axpy_(length, direction))
             product = ahead.axpy_(-1.0, gradient).scale_(1 / length)
@@ -257,13 +261,10 @@ class _Descent:
 
     def minibatch(self, plan: Plan, generator: torch.Generator) -> ParamVector:
         """``d ← d - η ∇F_B/ε`` on fresh batches; the mean of the path's second half."""
-        terms = self._objective.terms
-        d = self._slope.clone().scale_(
-            -1 / self._objective.damping
-        )  # as LiSSA starts: exact in flat directions
-        average, burn_in = d.zeros_like(), plan.num_steps - max(1, round(_TAIL * plan.num_steps))
+        d, average = self._start(), self._slope.zeros_like()
+        burn_in = plan.num_steps - max(1, round(_TAIL * plan.num_steps))
         for step in range(1, plan.num_steps + 1):
-            d.axpy_(-plan.step_size, self._gradient(d, *terms.draw_weighted(plan.batch_size, generator)))
+            d.axpy_(-plan.step_size, self._drawn_gradient(d, plan.batch_size, generator))
             if not float(d.norm()) <= _LEFT_THE_BALL * self._radius:
                 raise SolverError(
                     f"fine-tuning diverged at step {step} (η = {plan.step_size:.3g}, |B| = {plan.batch_size}): the "
@@ -273,20 +274,46 @@ class _Descent:
                 average.lerp_(d, 1 / (step - burn_in))
         return average
 
-    def residual(
-        self, ends: list[ParamVector], plan: Plan | None, generator: torch.Generator | None
+    def response(
+        self,
+        ends: Sequence[ParamVector],
+        queries: Sequence[Batch],
+        before: Tensor,
+        tolerance: float,
+        plan: Plan | None,
+        generator: torch.Generator | None,
+    ) -> ProximalResponse:
+        """From the ends of one full-batch path or of independent minibatch paths, and the losses before."""
+        losses, epsilon, mean = self._objective.losses, self._epsilon, ParamVector.mean(ends)
+        residual, error = self._residual(mean, plan, generator)
+        after = torch.stack([losses(end, epsilon, queries) for end in ends])
+        by_chain = (before - after) / epsilon  # removal and fine-tuning have opposite signs: flipped here
+        behind, ahead = (losses(mean, sign * PART * epsilon, queries) for sign in (-1, 1))
+        stderr = standard_error(by_chain, 0) if plan is not None else torch.zeros_like(before)
+        return ProximalResponse(
+            scores=by_chain.mean(0).unsqueeze(1),
+            linear=((behind - ahead) / (2 * PART * epsilon)).unsqueeze(1),  # by central differences
+            stderr=stderr.unsqueeze(1),
+            residual=torch.tensor([residual]),
+            residual_stderr=torch.tensor([error]),
+            converged=torch.tensor([residual <= tolerance]),
+            epsilon=torch.tensor([epsilon], dtype=torch.float64),
+            num_gradients=self._num_gradients,
+            num_terms=self._num_terms,
+        )
+
+    def _residual(
+        self, d: ParamVector, plan: Plan | None, generator: torch.Generator | None
     ) -> tuple[float, float]:
-        """``‖∇F/ε‖ / ‖∇ℓ(z)‖`` at the mean of the ends, and its standard error."""
-        mean = ParamVector.mean(ends)
+        """``‖∇F/ε‖ / ‖∇ℓ(z)‖`` and its standard error; with a plan, estimated without bias on fresh batches."""
         if self._norm == 0:
             return 0.0, 0.0
         if plan is None:
-            return float(self._gradient(mean).norm()) / self._norm, 0.0
+            return float(self._gradient(d).norm()) / self._norm, 0.0
         assert generator is not None
-        total, squares, m = mean.zeros_like(), 0.0, _RESIDUAL_BATCHES
+        total, squares, m = d.zeros_like(), 0.0, _RESIDUAL_BATCHES
         for _ in range(m):
-            drawn = self._objective.terms.draw_weighted(4 * plan.batch_size, generator)
-            slope = self._gradient(mean, *drawn)
+            slope = self._drawn_gradient(d, 4 * plan.batch_size, generator)
             squares += float(slope.dot(slope))
             total.axpy_(1.0, slope)
         # products of different batches only: their noise does not add up to a norm
@@ -295,43 +322,14 @@ class _Descent:
         norm = math.sqrt(max(square, 0.0))
         return norm, min(error / max(2 * norm, 1e-30), math.sqrt(error))
 
-    def _gradient(
-        self, d: ParamVector, positions: Tensor | None = None, weights: Tensor | None = None
-    ) -> ParamVector:
-        self.num_gradients += 1
-        terms: TermSet = self._objective.terms
-        self.num_terms += terms.num_terms if positions is None else int(terms.counts()[positions].sum())
-        return self._objective.gradient(d, self.epsilon, self._point, positions, weights)
+    def _gradient(self, d: ParamVector) -> ParamVector:
+        self._num_gradients += 1
+        self._num_terms += self._objective.terms.num_terms
+        return self._objective.gradient(d, self._epsilon, self._point)
 
-
-def _chances(importance: Tensor | None, examples: int) -> Tensor | None:
-    if importance is not None and not (
-        importance.shape == (examples,) and bool((importance > 0).all()) and bool(importance.isfinite().all())
-    ):
-        raise OptionError(
-            f"importance has shape {tuple(importance.shape)}; it must hold a positive chance for each of the "
-            f"{examples} training examples"
-        )
-    return importance
-
-
-def _check(
-    epsilon: float | None,
-    plan: Plan | None,
-    generator: torch.Generator | None,
-    tolerance: float | None,
-    max_gradients: int,
-    damping: float,
-) -> None:
-    if epsilon is not None and not 0 < abs(epsilon) < math.inf:
-        raise OptionError(f"epsilon is {epsilon}; give a small number other than 0, or leave it out")
-    if tolerance is not None and not 0 < tolerance < math.inf:
-        raise OptionError(f"tolerance is {tolerance}; it must be a positive number")
-    if max_gradients < 1:
-        raise OptionError(f"max_gradients is {max_gradients}; it must be at least 1")
-    if plan is not None and generator is None:
-        raise OptionError("a plan draws minibatches; give generator=torch.Generator().manual_seed(0)")
-    if plan is not None and abs(plan.damping - damping) > 1e-9 * damping:
-        raise OptionError(
-            f"damping is {damping}, the plan was made for {plan.damping}; make both from one value"
-        )
+    def _drawn_gradient(self, d: ParamVector, batch_size: int, generator: torch.Generator) -> ParamVector:
+        terms = self._objective.terms
+        positions, weights = terms.draw_weighted(batch_size, generator)
+        self._num_gradients += 1
+        self._num_terms += int(terms.counts()[positions].sum())
+        return self._objective.gradient(d, self._epsilon, self._point, positions, weights)

@@ -1,0 +1,450 @@
+"""`validate`: as many reasons to believe a run's scores, or to doubt them, as a budget buys.
+
+    the solver's own account → condition C.1 → fine-tuning on single examples → other dampings
+
+Each check predicts what it will cost, does as much as fits, and is skipped with the reason where nothing does. Costs
+are predicted from the seconds that a product takes for each term. What is found is written down check by check and,
+within fine-tuning, a few examples at a time, so that an interrupted call goes on where it was.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whence.attribution import Attribution
+from whence.errors import OptionError, RunDirectoryError, SolverError, WhenceError, WhenceWarning
+from whence.model.data import TermSet
+from whence.model.gauss_newton import GaussNewton
+from whence.model.importance import measure_importance
+from whence.model.memory import half_of_memory
+from whence.model.selection import ParameterFilter
+from whence.report.checks import NAMES, Check, Comparison, Validation
+from whence.runs import Run, read
+from whence.runs.fingerprint import of_data, of_model, of_value
+from whence.solvers.plan import Plan
+from whence.tasks import Task
+from whence.units import format_bytes, format_duration
+from whence.validation.checks import (
+    batch_check,
+    damping_check,
+    fine_tuning_check,
+    scored_at,
+    skipped,
+    solver_check,
+    terms_in,
+)
+from whence.validation.condition import check_condition
+from whence.validation.damping import BASIS_BUDGET, damping_sweep
+from whence.validation.pbrf import ProximalResponse, pbrf
+
+__all__ = ["check_options", "validate"]
+
+#: What a check may take of the budget that is left when its turn comes.
+_SHARES = {"batch": 0.25, "fine-tuning": 0.75, "damping": 0.9}
+#: A gradient of the proximal objective in float64, in products: no tangent, but twice the digits.
+_GRADIENT = 1.5
+_CHAINS = 2  # of a fine-tuning by random batches: the fewest that have a spread
+_TOLERANCE = 1e-4
+_REALISATIONS = (16, 256)  # of C.1, at least and at most
+_LANCZOS = 20
+_DAMPINGS = (4.0, 2.0, 1.0, 0.5, 0.25)  # times the run's own
+_PRODUCTS, _PROBES, _RANKED, _QUERIES = 64, 2, 48, 3
+_PILOT_TERMS = 1024
+
+
+def validate(
+    model: nn.Module,
+    train: Any,
+    queries: Any,
+    result: Attribution,
+    *,
+    task: Task,
+    params: ParameterFilter | None = None,
+    budget_seconds: float = 600.0,
+    points: int = 4,
+    directory: str | Path | None = None,
+    seed: int = 0,
+) -> Validation:
+    """Why should one believe these scores? Runs what is affordable, and says in words what it found.
+
+    The page of a run directory shows what was found. Without a directory, show it with
+    ``dataclasses.replace(result, validation=found).to_html(path)``.
+
+    Args:
+        model: the one that was attributed; another is recognised and refused. So are other data and parameters.
+        train: its training data.
+        queries: whose losses were explained.
+        result: what `whence.attribute` returned, or `whence.load` of its run directory.
+        task: what the model's outputs mean.
+        params: which parameters, as they were given to `whence.attribute`.
+        budget_seconds: what the checks may take together. They predict their cost, and may take somewhat longer.
+        points: training examples to fine-tune on, of each kind: most helpful, most harmful, random.
+        directory: where what is found is kept, such as the run directory: the next call goes on with it.
+        seed: of all random numbers.
+
+    Example:
+        >>> import whence
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(2, 3).eval()
+        >>> train = [(torch.randn(2), i % 3) for i in range(30)]
+        >>> task = whence.Classification()
+        >>> result = whence.attribute(model, train, train[:1], task=task)
+        >>> validation = whence.validate(model, train, train[:1], result, task=task, points=1)
+        >>> validation["fine-tuning"].verdict
+        'trust'
+    """
+    check_options(budget_seconds, points)
+    settings = result.settings
+    gnh = GaussNewton(
+        model,
+        task,
+        train,
+        params=params,
+        product=settings.get("product", "auto"),  # type: ignore[arg-type]  # as `attribute` checked it
+        micro_batch=settings.get("micro_batch"),  # type: ignore[arg-type]
+    )
+    TermSet(queries, task, gnh.network.device)  # refuses what is no list of examples
+    _recognise(gnh, queries, result)
+    if result.solve.by_curvature:
+        gnh.terms.draw_by(measure_importance(gnh).probabilities())
+    with Run(None, {}, identity={}) if directory is None else Run.again(directory) as run:
+        notes = _Notes.open(run, of_value([result.chain_scores, result.indices]))
+        job = _Job(gnh, queries, params, result, notes, budget=budget_seconds, points=points, seed=seed)
+        notes.keep(solver_check(result))
+        for name, check in CHECKS.items():
+            if job.settled(name):
+                continue
+            begun = time.monotonic()
+            try:
+                found = check(job)
+            except (WhenceError, torch.OutOfMemoryError) as error:
+                found = skipped(name, f"it failed. {error}")
+            notes.keep(replace(found, seconds=time.monotonic() - begun, budget_seconds=budget_seconds))
+        return notes.validation
+
+
+def check_options(budget_seconds: float, points: int) -> None:
+    """Refuse what cannot work before a model is loaded."""
+    if not 0 < budget_seconds < math.inf:
+        raise OptionError(f"the budget is {budget_seconds} seconds; give a positive number, such as 600")
+    if points < 1:
+        raise OptionError(f"points is {points}; fine-tune on at least one example of each kind")
+
+
+def _recognise(gnh: GaussNewton, queries: Any, result: Attribution) -> None:
+    """Refuse another model, other data, queries or parameters than the scores are about."""
+    found = {
+        "model": of_model(gnh.network.model),
+        "train": of_data(gnh.terms.data),
+        "queries": of_data(queries),
+        "params": of_value(list(gnh.network.parameters)),
+    }
+    for name, fingerprint in found.items():
+        known = str(result.settings.get(name, fingerprint))
+        if not known.endswith(fingerprint):
+            raise RunDirectoryError(
+                f"the {name} given now ({fingerprint}) are not what the scores are about ({known}). Give what the run "
+                "was made with, or run again with what there is now"
+            )
+
+
+@dataclass
+class _Notes:
+    """What was found so far, in the run directory after every addition."""
+
+    run: Run
+    about: str
+    checks: dict[str, Check] = field(default_factory=dict)
+    comparisons: list[Comparison] = field(default_factory=list)
+
+    @staticmethod
+    def open(run: Run, about: str) -> _Notes:
+        """Those of an earlier call about the same scores, or new ones."""
+        if run.path is not None and run.has("validation"):
+            found = read(run.path, "validation", Validation)
+            if found.about == about:
+                return _Notes(
+                    run, about, {check.name: check for check in found.checks}, list(found.comparisons)
+                )
+        return _Notes(run, about)
+
+    def keep(self, check: Check) -> None:
+        self.checks[check.name] = check
+        self.write()
+
+    def write(self) -> None:
+        self.run.put("validation", Validation, self.validation)
+
+    @property
+    def validation(self) -> Validation:
+        known = [self.checks[name] for name in NAMES if name in self.checks]
+        return Validation(self.about, tuple(known), tuple(self.comparisons))
+
+
+class _Job:
+    """What the checks work on, what it costs, and what is left to spend."""
+
+    def __init__(
+        self,
+        gnh: GaussNewton,
+        queries: Any,
+        params: ParameterFilter | None,
+        result: Attribution,
+        notes: _Notes,
+        *,
+        budget: float,
+        points: int,
+        seed: int,
+    ) -> None:
+        self._begun = time.monotonic()
+        self.gnh, self.queries, self.params, self.result, self.notes = gnh, queries, params, result, notes
+        self.budget, self.seed = budget, seed
+        self.plan: Plan = result.solve.plan
+        per_example = gnh.terms.terms_per_example
+        #: Terms in a batch of the plan: examples are drawn whole.
+        self.drawn = max(1, round(self.plan.batch_size / per_example)) * per_example
+        #: Examples to fine-tune on, (index, kind).
+        self.chosen = _choose(result, len(queries), points, self.generator("points"))
+        #: Seconds per term of products over small batches, and over large ones, which are faster term for term.
+        self.pace = self.plan.spectrum.seconds_per_term or self._measure_pace(round(self.drawn))
+        self.large_pace = self.pace
+        if _PILOT_TERMS * self.pace <= 0.02 * budget:
+            self.large_pace = min(self.pace, self._measure_pace(_PILOT_TERMS))
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.budget - (time.monotonic() - self._begun)
+
+    def generator(self, name: str, part: int = 0) -> torch.Generator:
+        """Random numbers of one check (or a part of it), whatever was run before."""
+        number = ["points", "pace", *NAMES].index(name)
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + number + 16 * part)
+
+    def _measure_pace(self, terms: int) -> float:
+        generator, terms = self.generator("pace"), min(terms, self.gnh.num_terms)
+        vector = self.gnh.zeros().rademacher_like(generator)
+        batch = self.gnh.sample(terms, generator)
+        begun = time.perf_counter()
+        batch.matvec(vector)
+        return (time.perf_counter() - begun) / batch.num_terms
+
+    def settled(self, name: str) -> bool:
+        """Whether nothing is to be gained by running a check (again): more time may tell what less could not."""
+        check = self.notes.checks.get(name)
+        if check is None or not check.ran:
+            return False
+        if name == "fine-tuning":
+            return {index for index, _ in self.chosen} <= {c.index for c in self.notes.comparisons}
+        return check.verdict != "cannot tell" or self.budget <= check.budget_seconds
+
+    def unaffordable(self, name: str, what: str, seconds: float) -> Check:
+        """A check for which there is not enough time."""
+        share = _SHARES[name] * max(self.left, 0.0)
+        before = math.prod(1 - _SHARES[other] for other in list(_SHARES)[: list(_SHARES).index(name)])
+        budget = math.ceil(seconds / (before * _SHARES[name]))
+        return skipped(
+            name,
+            f"{what} would take about {format_duration(seconds)}, and {format_duration(share)} of the budget of "
+            f"{format_duration(self.budget)} are there for it. A budget of {format_duration(budget)} would do.",
+        )
+
+
+def _choose(
+    result: Attribution, queries: int, points: int, generator: torch.Generator
+) -> list[tuple[int, str]]:
+    """Scored examples, (index, kind): one of each kind in turn, for the first queries in turn."""
+    means, indices = result.chain_scores.mean(0), result.indices
+    shuffled = indices[torch.randperm(len(indices), generator=generator)].tolist()
+    points = min(points, len(indices))
+    reach = min(3 * points, len(indices))  # among so many, one is not taken yet
+    taken: dict[int, str] = {}
+    for number in range(points):
+        for kind, sign in (("most helpful", 1.0), ("most harmful", -1.0)):
+            best = (sign * means[number % queries]).topk(reach)
+            ends = indices[best.indices[best.values > 0]].tolist()
+            taken |= dict.fromkeys([index for index in ends if index not in taken][:1], kind)
+        taken |= dict.fromkeys([index for index in shuffled if index not in taken][:1], "random")
+    return list(taken.items())
+
+
+def _iterations(condition_number: float, tolerance: float) -> int:
+    """Of conjugate gradients, where the spectrum does not help them: half of √κ for every factor of e."""
+    return 4 + math.ceil(0.5 * math.sqrt(1 + condition_number) * math.log(2 / tolerance))
+
+
+def _block(columns: int) -> float:
+    """Cost of a product with a block, in products with one vector: the pass at θ is shared."""
+    return (1 + 4 * columns) / 5
+
+
+# --- was the batch large enough? -----------------------------------------------------------------------------
+
+
+def _measure_batches(job: _Job) -> Check:
+    gnh, share = job.gnh, _SHARES["batch"] * job.left
+    if job.result.solve.certificate is not None:
+        return skipped(
+            "batch", "the solver went through all of its data in every product, and drew no batches."
+        )
+    if len(gnh.terms) < 2:
+        return skipped("batch", "there is a single training example, and nothing to draw.")
+    per_example = gnh.terms.terms_per_example
+    examples = round(job.drawn / per_example)
+    draws = (examples // 2, examples) if examples > 1 else (1, 2)
+    sizes = [min(math.ceil(count * per_example), gnh.num_terms) for count in draws]
+    pair = 2 * _block(2) * sum(sizes) * job.pace  # two batches times two vectors, at both sizes
+    per_term = _LANCZOS * job.large_pace
+    most, least = min(gnh.num_terms, 4096), min(gnh.num_terms, 2 * sizes[-1])
+    subset = max(least, min(most, int(share / 3 / per_term)))
+    realisations = int((share - subset * per_term) / pair)
+    if realisations < _REALISATIONS[0]:
+        what = f"the fewest measurements that say anything ({_REALISATIONS[0]})"
+        return job.unaffordable("batch", what, least * per_term + _REALISATIONS[0] * pair)
+    found = check_condition(
+        gnh,
+        sizes,
+        generator=job.generator("batch"),
+        realisations=min(realisations, _REALISATIONS[1]),
+        lanczos_terms=subset,
+        max_products=_LANCZOS,
+    )
+    return batch_check(job.result, job.plan, job.drawn, found)
+
+
+# --- does fine-tuning agree? ---------------------------------------------------------------------------------
+
+
+def _fine_tune(job: _Job) -> Check:
+    """Fine-tune on the chosen examples, a few at a time, and write down every time what came of it.
+
+    Over all of the data where that fits; else by random batches under the run's own plan, which is noisier and about
+    the same objective. A subset of the data would be cheaper still, but its scores are others than the run's.
+    """
+    gnh, plan, done = job.gnh, job.plan, job.notes.comparisons
+    needed = 8 * (sum(p.numel() for p in gnh.network.model.parameters()) + 10 * gnh.num_parameters)
+    memory = half_of_memory(gnh.network.device)
+    if memory is not None and needed > memory:
+        return skipped(
+            "fine-tuning",
+            f"it needs about {format_bytes(needed)} for vectors in double precision, and half of the memory is "
+            f"{format_bytes(memory)}.",
+        )
+    end = job.left * (1 - _SHARES["fine-tuning"])
+    gradients = _iterations(plan.condition_number, 0.3 * _TOLERANCE)
+    full = _GRADIENT * gradients * gnh.num_terms * job.large_pace
+    small = _GRADIENT * (_CHAINS * plan.num_steps + 32) * job.drawn * job.pace
+    fits = full * len(job.chosen) <= job.left - end
+    full_batch = fits or full <= small or any(c.full_batch for c in done)
+    done[:] = [comparison for comparison in done if comparison.full_batch == full_batch]
+    known = {comparison.index for comparison in done}
+    todo = [chosen for chosen in job.chosen if chosen[0] not in known]
+    cost = full if full_batch else small
+    while todo and job.left - len(todo[:3]) * cost >= end:
+        begun, turn, todo = time.monotonic(), todo[:3], todo[3:]
+        done += _compare(job, turn, 3 * gradients if full_batch else None)
+        job.notes.write()
+        cost = (time.monotonic() - begun) / len(turn)  # measured is better than predicted
+    if not done:
+        way = f"over all {terms_in(job.result, gnh.num_terms)}" if full_batch else "by random batches"
+        return job.unaffordable("fine-tuning", f"fine-tuning on three examples, {way},", 3 * cost)
+    return fine_tuning_check(job.result, done, planned=len(job.chosen))
+
+
+def _compare(job: _Job, turn: Sequence[tuple[int, str]], max_gradients: int | None) -> list[Comparison]:
+    """Fine-tune on each of a few examples; over all of the data where ``max_gradients`` is given."""
+    gnh, indices, full_batch = job.gnh, [index for index, _ in turn], max_gradients is not None
+    response: ProximalResponse | None = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", WhenceWarning)  # what does not converge is counted, and said
+            response = pbrf(
+                gnh.network.model,
+                gnh.terms.data,
+                [gnh.terms.data[index] for index in indices],
+                job.queries,
+                task=gnh.task,
+                damping=job.plan.damping,
+                params=job.params,
+                plan=None if full_batch else job.plan.replace(chains=_CHAINS),
+                generator=job.generator("fine-tuning", 1 + indices[0]),
+                tolerance=_TOLERANCE if full_batch else None,
+                max_gradients=max_gradients or 1000,
+                micro_batch=job.gnh.micro_batch,
+                importance=gnh.terms.importance,
+            )
+    except SolverError:  # it diverged on one of them: which?
+        if len(turn) > 1:
+            return [comparison for one in turn for comparison in _compare(job, [one], max_gradients)]
+    scored = scored_at(job.result, indices)
+    scores, errors = scored.mean.double(), scored.half_width(0.95).double()
+    found, reach = torch.zeros_like(scores), torch.zeros_like(scores)
+    if response is not None:
+        found = response.scores.cpu().nan_to_num(0.0)
+        bent = (response.scores - response.linear).abs()
+        reach = (2 * response.stderr + bent).cpu().nan_to_num(0.0)
+    return [
+        Comparison(
+            index=index,
+            kind=kind,
+            converged=response is not None and bool(response.converged[k]),
+            full_batch=full_batch,
+            influence=tuple(scores[:, k].tolist()),
+            influence_error=tuple(errors[:, k].tolist()),
+            fine_tuned=tuple(found[:, k].tolist()),
+            fine_tuned_error=tuple(reach[:, k].tolist()),
+        )
+        for k, (index, kind) in enumerate(turn)
+    ]
+
+
+# --- would another damping rank differently? -----------------------------------------------------------------
+
+
+def _sweep_dampings(job: _Job) -> Check:
+    gnh, result, plan = job.gnh, job.result, job.plan
+    if len(result.indices) < 3:
+        return skipped("damping", "a ranking to compare needs at least three scored examples.")
+    vector = gnh.zeros().nbytes
+    products = min(_PRODUCTS, _iterations(2 * plan.condition_number, 1e-3), BASIS_BUDGET // vector)
+    asked = min(_QUERIES, len(job.queries))
+    most = min(_RANKED, BASIS_BUDGET // (2 * vector))
+    ranked = [index for index, _ in _choose(result, asked, most // 3, job.generator("points"))]
+    if products < min(_PRODUCTS // 4, gnh.num_parameters) or len(ranked) < 3:
+        return skipped("damping", f"vectors of {format_bytes(vector)} are too large to keep enough of them.")
+    per_term = products * (_block(_PROBES) + _block(asked)) * job.large_pace
+    # A draw of m terms differs from the whole by Tr(H)/m. Where that is above λ, λ would matter less than it does.
+    least = min(gnh.num_terms, math.ceil(plan.spectrum.trace.value / plan.damping))
+    terms = min(gnh.num_terms, max(least, 4096), int(_SHARES["damping"] * job.left / per_term))
+    if terms < least:
+        return job.unaffordable("damping", f"solving again on {terms_in(result, least)}", least * per_term)
+    sweep = damping_sweep(
+        gnh,
+        gnh.gradients([job.queries[q] for q in range(asked)]),
+        gnh.gradients([gnh.terms.data[index] for index in ranked]),
+        generator=job.generator("damping"),
+        dampings=[factor * plan.damping for factor in _DAMPINGS],
+        chosen=plan.damping,
+        spectrum=plan.spectrum,
+        max_products=products,
+        probes=_PROBES,
+        max_terms=terms,
+    )
+    return damping_check(result, sweep)
+
+
+#: Check -> how to run it, in their order.
+CHECKS: Mapping[str, Callable[[_Job], Check]] = {
+    "batch": _measure_batches,
+    "fine-tuning": _fine_tune,
+    "damping": _sweep_dampings,
+}
