@@ -16,11 +16,10 @@ __all__ = ["commit", "cpu_name", "provenance"]
 _RESULTS = (":(top,exclude)results", ":(top,exclude)benchmarks/results")
 
 
-def provenance(seconds: float) -> dict[str, Any]:
-    """Where numbers come from: date, commit, versions, machine, and how long they took."""
+def provenance() -> dict[str, Any]:
+    """Where numbers come from: date, commit, versions, machine."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "seconds": seconds,
         "commit": commit(),
         **environment(),
         "cpu": cpu_name(),
