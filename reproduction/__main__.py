@@ -24,7 +24,7 @@ def reproduction(
     name: Annotated[
         str,
         typer.Argument(
-            help=f"{', '.join(NAMES)}; all of them; or summary, which writes RESULTS.md and the figures anew from the "
+            help=f"{', '.join(NAMES)}, all, or summary, which writes RESULTS.md and the figures anew from the "
             "numbers in --output and measures nothing."
         ),
     ],

@@ -98,6 +98,7 @@ class Bench:
             raise OptionError(f"profile is {profile!r}; it must be one of {', '.join(PROFILES)}")
         self.profile, self.output, self.seed = profile, output, seed
         self._work = output / "work" / f"{profile}-{seed}"
+        self._begun_at = self._work / "begun.json"
         self._inputs, self._download = inputs, allow_download
         self._loaded: tuple[str, Subject] | None = None
         self.start_watch()
@@ -119,6 +120,8 @@ class Bench:
         path = self._work / f"{name}.json"
         if not path.exists():
             begun = time.perf_counter()
+            if not self._begun_at.exists():
+                write_json(self._begun_at, {"commit": commit()})
             write_json(path, {**measure(), "seconds": time.perf_counter() - begun})
             self._spent_before[name] = 0.0
         found = read_object(path)
@@ -126,12 +129,14 @@ class Bench:
         return found
 
     def provenance(self) -> dict[str, Any]:
-        """Where what is measured now comes from, and the commit whose code left the first of the partial results."""
-        path, now = self._work / "begun.json", provenance()
-        if not path.exists():
-            write_json(path, {"commit": commit()})
-        begun = read_json(path)["commit"]
-        return now if begun in (None, now["commit"]) else {**now, "begun_at": begun}
+        """Where what was measured since `start_watch` comes from, and the commit that the earliest kept part is of."""
+        now = provenance()
+        if (
+            any(self._spent_before.values())
+            and (begun := read_json(self._begun_at)["commit"]) != now["commit"]
+        ):
+            now["begun_at"] = begun
+        return now
 
     def generator(self, offset: int = 0) -> torch.Generator:
         """Random numbers of the seed; with an offset, others."""

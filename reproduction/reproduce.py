@@ -79,12 +79,11 @@ def reproduce(
 
 
 def _reproduce(names: tuple[str, ...], bench: Bench) -> Iterator[Finding]:
-    provenance = bench.provenance()
     for name in names:
         bench.start_watch()
         numbers = _REPRODUCTIONS[name].measure(bench)
         finding = _concluded(name, bench.profile, bench.seconds, numbers)
-        write(finding, _REPRODUCTIONS[name].draw(numbers), bench.output, provenance=provenance)
+        write(finding, _REPRODUCTIONS[name].draw(numbers), bench.output, provenance=bench.provenance())
         _write_page(bench.output)
         yield finding
 
