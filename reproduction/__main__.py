@@ -1,36 +1,44 @@
-"""`python -m reproduction`: the paper's tables and figures."""
+"""``python -m reproduction``: the paper's tables and figures."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from reproduction import NAMES, Finding, reproduce, summarise
+from reproduction.finding import PROFILES
 from whence.cli.options import AsJson, guarded
 from whence.cli.outcome import out, print_json
 
-__all__ = ["reproduce_command"]
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 @guarded
-def reproduce_command(
+def reproduction(
     name: Annotated[
         str,
         typer.Argument(
-            help="table1, table2, figure1, figure2, figure3, figure4, counterexample, tfidf, or all."
+            help=f"{', '.join(NAMES)}, all, or summary, which writes RESULTS.md and the figures anew from the "
+            "numbers in --output and measures nothing."
         ),
     ],
     profile: Annotated[
         str,
-        typer.Option(
-            help="quick: small models trained on the spot, minutes. offline: real models and data that package "
-            "registries carry, hours. paper: the paper's own models and data, from --inputs."
-        ),
+        typer.Option(help=" ".join(f"{name}: {meaning}." for name, meaning in PROFILES.items())),
     ] = "quick",
     output: Annotated[
-        Path, typer.Option(help="Where numbers, figures and RESULTS.md go; an interrupted run goes on there.")
-    ] = Path("results"),
+        Path | None,
+        typer.Option(
+            help="Where numbers, figures and RESULTS.md go; an interrupted run goes on there. By default "
+            "runs/reproduction-PROFILE; what is kept of the offline profile is in results."
+        ),
+    ] = None,
     inputs: Annotated[
         Path | None,
         typer.Option(
@@ -39,32 +47,42 @@ def reproduce_command(
         ),
     ] = None,
     allow_download: Annotated[
-        bool, typer.Option(help="Fetch the paper's models and data from the hub where --inputs lacks them.")
+        bool,
+        typer.Option(
+            "--allow-download",
+            help="Fetch the paper's models and data from the hub where --inputs lacks them.",
+        ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Regenerate a table or figure of the paper: what it claims, what is measured here, and whether it holds."""
-    from reproduction import reproduce
-
-    for finding in reproduce(
-        name,
-        profile,  # type: ignore[arg-type]  # checked there
-        output,
-        inputs=inputs,
-        allow_download=allow_download,
-        seed=seed,
-    ):
-        if as_json:
-            print_json({"name": finding.name, "holds": finding.holds, "measured": finding.measured})
-            continue
-        out().rule(finding.title)
-        out().print(f"The paper's claim. {finding.claim}\n", markup=False)
-        out().print(f"Measured here. {finding.measured}\n", markup=False)
-        out().print(
-            f"The claim {finding.verdict}.   {output / finding.name}.svg", markup=False, soft_wrap=True
+    place = output or Path("runs") / f"reproduction-{profile}"
+    if name == "summary":
+        findings = iter(summarise(place))
+    else:
+        findings = reproduce(
+            name,
+            profile,  # type: ignore[arg-type]  # checked there
+            place,
+            inputs=inputs,
+            allow_download=allow_download,
+            seed=seed,
         )
+    for finding in findings:
+        _print(finding, place, as_json=as_json)
+
+
+def _print(finding: Finding, place: Path, *, as_json: bool) -> None:
+    if as_json:
+        shown = asdict(finding)
+        return print_json({field: shown[field] for field in ("name", "holds", "verdict", "rows")})
+    console = out()
+    console.rule(finding.title)
+    console.print(f"The paper's claim. {finding.claim}\n", markup=False)
+    console.print(f"It {finding.outcome}. {finding.verdict}\n", markup=False)
+    return console.print(str(place / f"{finding.name}.svg"), markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
-    typer.run(reproduce_command)
+    app()

@@ -1,14 +1,12 @@
 """The bag-of-words model of the paper's appendix: documents, influence by the library and in closed form, TF-IDF.
 
-The model draws every token independently from ``p = softmax(x)``, its parameters the logits x. Each token of a
-document is a term, so the Gauss-Newton Hessian is ``H = Diag(p) - ppᵀ`` exactly, and a document's gradient (of its mean
-loss per token, as everywhere in the library) is ``p - TF``. With ``s = Σ_t (TF - p)_t/(p_t + λ)`` and
-``S = Σ_t p_t/(p_t + λ)``,
+The model draws every token independently from ``p = softmax(x)``, its parameters the logits x. Each token of a document
+is a term, so the Gauss-Newton Hessian is ``H = Diag(p) - ppᵀ`` exactly, and a document's gradient (of its mean loss per
+token) is ``p - TF``. With ``s = Σ_t (TF - p)_t/(p_t + λ)`` and ``S = Σ_t p_t/(p_t + λ)``,
 
     score(d, d') = Σ_t (TF - p)_t (TF' - p)_t / (p_t + λ)  +  λ s s' / S    →    Σ_t TF_t TF'_t / p_t - 1
 
-as λ → 0. For equally long documents and rare words, ``DF_t ≈ |d| p_t``, and this is |d| times the similarity
-``Σ_t TF_t TF'_t / DF_t`` of TF-IDF with the weight √(1/DF), less 1.
+as λ → 0. Derived in docs/math.md, 'Influence in a bag-of-words model'.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from whence.tasks import LanguageModeling
 from whence.vectors import ParamVector
 
 __all__ = [
+    "COMMON",
     "BagOfWords",
     "Documents",
     "agreement",
@@ -44,8 +43,10 @@ __all__ = [
     "topics",
 ]
 
+COMMON = 0.1  #: a word is common where |d|p exceeds this: DF ≈ |d|p is off by about 5% from here
 
-# --- documents and model -----------------------------------------------------------------------------------------
+
+# --- documents and model ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ class Documents:
     def df(self) -> Tensor:
         """The share of documents with the word in them."""
         return (self.counts > 0).double().mean(0)
+
+    @property
+    def common(self) -> Tensor:
+        """Which words are too frequent for ``DF ≈ |d|p``."""
+        return self.lengths.mean() * self.p > COMMON
 
     def examples(self) -> list[dict[str, Tensor]]:
         """For `LanguageModeling`: all tokens are predicted. The first is there to predict the second, and is not."""
@@ -135,16 +141,14 @@ def passages(texts: Sequence[Sequence[str]], length: int, *, most: int) -> list[
     ]
     if len(pieces) < 2:
         raise DataError(f"{len(texts)} texts hold {len(pieces)} passages of {length} words; use shorter ones")
-    if len(pieces) <= most:
-        return pieces
-    return [pieces[k] for k in np.linspace(0, len(pieces) - 1, most).astype(int)]
+    return [pieces[k] for k in np.linspace(0, len(pieces) - 1, min(most, len(pieces))).astype(int)]
 
 
 def _text() -> Any:
     return load_library("sklearn.feature_extraction.text", "reproduce", "to count words")
 
 
-# --- influence ---------------------------------------------------------------------------------------------------
+# --- influence and similarity ----------------------------------------------------------------------------
 
 
 def library_influence(documents: Documents, dampings: Sequence[float]) -> list[Tensor]:

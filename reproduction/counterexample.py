@@ -8,17 +8,17 @@ the proof's ``E‖u^t‖² = [u⁰]ᵀR^t u⁰`` predicts a divergence that does
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from reproduction.finding import Finding, Profile, check_profile
+from reproduction.bench import Bench
+from reproduction.finding import Conclusion, number, plus_minus
 from reproduction.signed_inputs import (
-    Paths,
     Setting,
     critical_batch,
     growth,
@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["run", "settings"]
+__all__ = ["conclude", "draw", "measure", "settings", "statistics"]
 
 _RUNS = {"quick": 2000, "offline": 30_000, "paper": 30_000}
 #: Within how many standard errors simulation and closed form agree, over all points together. The tails are long:
 #: a normal variable would be within four.
 _ERRORS = 5.0
 _SAME = 1e-12
+_RESOLVED = 0.03  # a simulated mean square is believed while its standard error is below this part of it
 
 
 def settings() -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
@@ -63,98 +64,49 @@ def settings() -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
     )
 
 
-def run(profile: Profile, *, generator: torch.Generator) -> tuple[Finding, Figure]:
-    """Simulate the counter-example and compare it with its closed forms.
-
-    Args:
-        profile: ``"quick"`` for a few seconds; ``"offline"`` and ``"paper"`` for enough runs to tell clearly.
-        generator: all randomness comes from here.
-    """
-    check_profile(profile)
-    begin = time.perf_counter()
-    runs = _RUNS[profile]
+def measure(bench: Bench) -> dict[str, Any]:
+    """Simulate the counter-example beside its closed forms, and one run of it by the library's solver."""
+    runs, generator = _RUNS[bench.profile], bench.generator()
     equal, unequal = settings()
-    followed = []
+    rows = []
     with ticker("counter-example", len(equal) + len(unequal)) as tick:
         for setting in (*equal, *unequal):
-            followed.append(simulate(setting, runs=runs, generator=generator))
+            along, squares, _ = simulate(setting, runs=runs, generator=generator)
+            rows.append(statistics(setting, along, squares))
             tick()
-    first, second = followed[: len(equal)], followed[len(equal) :]
-    difference = max(_library_difference(setting, generator) for setting in (*equal, *unequal))
-    drawn = _draw(first, second)
-    finding = Finding(
-        name="counterexample",
-        title="Counter-example: converges on average, diverges in mean square",
-        claim=(
-            "There is a binary classification task on which LiSSA, with a step η ≤ 1/λmax, converges on average and "
-            "diverges in mean square when |B| ≤ (λmax/(λmax+λ))² Tr(H)/λmax."
-        ),
-        measured=_measured(first, second, difference),
-        holds=_verdict(first, difference),
-        numbers={
-            "runs": runs,
-            "largest_difference_from_library": difference,
-            "equal_eigenvalues": [_numbers(paths) for paths in first],
-            "unequal_eigenvalues": [_numbers(paths) for paths in second],
-        },
-        profile=profile,
-        seconds=time.perf_counter() - begin,
-        errata=_errata(equal[1], unequal[1]),
-    )
-    return finding, drawn
-
-
-# --- what was found ----------------------------------------------------------------------------------------------
+    return {
+        "runs": runs,
+        "largest_difference_from_library": max(_library_difference(s, generator) for s in (*equal, *unequal)),
+        "equal_eigenvalues": rows[: len(equal)],
+        "unequal_eigenvalues": rows[len(equal) :],
+    }
 
 
 def _library_difference(setting: Setting, generator: torch.Generator) -> float:
     """Largest relative difference between a run by the library's solver and by the simulation, on the same draws."""
     state = generator.get_state()
-    ours = simulate(setting, runs=1, generator=generator).total
+    _, _, ours = simulate(setting, runs=1, generator=generator)
     generator.set_state(state)
     theirs = library_path(setting, generator)
     return float(((ours - theirs).norm(dim=1) / ours.norm(dim=1)).max())
 
 
-def _deviations(paths: Paths) -> tuple[Tensor, Tensor]:
-    """Simulation less closed form, in standard errors: of the mean at every t, of the mean square while resolved."""
-    mean = (paths.mean - mean_path(paths.setting).norm(dim=1))[1:] / paths.mean_stderr[1:]
-    square = (paths.square - mean_square_path(paths.setting))[1:] / paths.square_stderr[1:]
-    return mean, square[: paths.resolved]
+def statistics(setting: Setting, along: Tensor, squares: Tensor) -> dict[str, Any]:
+    """Closed forms and simulated runs of a setting, and how far the simulation can be believed.
 
-
-def _grows(paths: Paths) -> bool | None:
-    """Whether the mean square has grown or fallen, by the simulation alone; None where it cannot tell."""
-    last = paths.resolved
-    if last == 0 or abs(float(paths.square[last]) - 1) <= _ERRORS * float(paths.square_stderr[last]):
-        return None
-    return float(paths.square[last]) > 1
-
-
-def _mean_falls(paths: Paths) -> bool | None:
-    """Whether the mean has fallen below half its start, by the simulation alone."""
-    size, error = paths.mean.abs()[1:], paths.mean_stderr[1:]
-    told = size[: max(paths.mean_resolved, 1)] + _ERRORS * error[: max(paths.mean_resolved, 1)]
-    return True if float(told.min()) < 0.5 else None
-
-
-def _verdict(first: Sequence[Paths], difference: float) -> bool | None:
-    """The lemma's claim on the task with equal eigenvalues: two batches within the bound, one above."""
-    deviations = torch.cat([z for paths in first for z in _deviations(paths)])
-    if float(deviations.abs().max()) > _ERRORS or difference > _SAME:
-        return False
-    grows = [_grows(paths) for paths in first]
-    falls = [_mean_falls(paths) for paths in first]
-    if None in grows or None in falls:
-        return None
-    return grows == [True, True, False]
-
-
-def _numbers(paths: Paths) -> dict[str, Any]:
-    setting = paths.setting
-    mean_deviations, square_deviations = _deviations(paths)
+    ``u^t`` is a product of random matrices, so ``‖u^t‖²`` has a long tail that grows with t: more and more of the mean
+    is carried by runs too rare to be among those simulated. The sample mean then comes out too small, and so does its
+    standard error. It is believed up to the last t at which that error is below 3% of it; the mean, as long as it can
+    be told from zero by 3 standard errors.
+    """
+    mean, square = along.mean(0), squares.mean(0)
+    mean_stderr, stderr = (values.std(0) / math.sqrt(len(values)) for values in (along, squares))
+    exact_mean, exact = mean_path(setting).norm(dim=1), mean_square_path(setting)
+    told, mean_told = _until(stderr > _RESOLVED * square), _until(mean.abs() < 3 * mean_stderr)
+    largest = squares[:, -1].topk(max(1, len(squares) // 100)).values
+    values = setting.eigenvalues
     return {
-        "eigenvalues": _counted(setting.eigenvalues),
+        "eigenvalues": [[value, float(values.count(value))] for value in sorted(set(values), reverse=True)],
         "damping": setting.damping,
         "step_size": setting.step_size,
         "batch_size": setting.batch_size,
@@ -163,74 +115,140 @@ def _numbers(paths: Paths) -> dict[str, Any]:
         "largest_of_R": float(theorem_matrix(setting).max()),
         "growth_per_step": growth(setting),
         "mean": {
-            "closed_form": mean_path(setting).norm(dim=1).tolist(),
-            "simulated": paths.mean.tolist(),
-            "stderr": paths.mean_stderr.tolist(),
-            "resolved_until": paths.mean_resolved,
-            "deviations_in_stderr": mean_deviations.tolist(),
+            "closed_form": exact_mean.tolist(),
+            "simulated": mean.tolist(),
+            "stderr": mean_stderr.tolist(),
+            "resolved_until": mean_told,
+            "deviations_in_stderr": ((mean - exact_mean) / mean_stderr)[1:].tolist(),
         },
         "mean_square": {
-            "closed_form": mean_square_path(setting).tolist(),
+            "closed_form": exact.tolist(),
             "printed": printed_mean_square_path(setting).tolist(),
-            "simulated": paths.square.tolist(),
-            "stderr": paths.square_stderr.tolist(),
-            "median": paths.squares.median(0).values.tolist(),
-            "resolved_until": paths.resolved,
-            "deviations_in_stderr": square_deviations.tolist(),
-            "share_of_the_largest_hundredth": _share_of_the_largest(paths),
+            "simulated": square.tolist(),
+            "stderr": stderr.tolist(),
+            "median": squares.median(0).values.tolist(),
+            "resolved_until": told,
+            "deviations_in_stderr": ((square - exact) / stderr)[1 : told + 1].tolist(),
+            "share_of_the_largest_hundredth": float(largest.sum() / squares[:, -1].sum()),
         },
     }
 
 
-def _share_of_the_largest(paths: Paths) -> float:
-    """What the largest hundredth of the runs contributes to the last mean square."""
-    final = paths.squares[:, -1]
-    return float(final.topk(max(1, len(final) // 100)).values.sum() / final.sum())
+def _until(bad: Tensor) -> int:
+    """The last step before the first bad one."""
+    found = bad.nonzero().flatten()
+    return int(found[0]) - 1 if len(found) else len(bad) - 1
 
 
-def _spread(deviations: Tensor) -> str:
-    root = float(deviations.square().mean().sqrt())
-    return f"{root:.1f} (root mean square; {float(deviations.abs().max()):.1f} at most, of {len(deviations)})"
+# --- what was found --------------------------------------------------------------------------------------
 
 
-def _counted(values: Sequence[float]) -> list[list[float]]:
-    """``[value, how often]``."""
-    return [[value, float(values.count(value))] for value in sorted(set(values), reverse=True)]
+def _grows(row: dict[str, Any]) -> bool | None:
+    """Whether the mean square has grown or fallen, by the simulation alone; None where it cannot tell."""
+    found = row["mean_square"]
+    last = found["resolved_until"]
+    change = found["simulated"][last] - 1
+    return None if last == 0 or abs(change) <= _ERRORS * found["stderr"][last] else change > 0
 
 
-def _measured(first: Sequence[Paths], second: Sequence[Paths], difference: float) -> str:
-    everything = (*first, *second)
-    mean_z = torch.cat([_deviations(paths)[0] for paths in everything])
-    square_z = torch.cat([_deviations(paths)[1] for paths in everything])
-    setting, longest = first[0].setting, first[0]
-    batches = ", ".join(str(paths.setting.batch_size) for paths in first)
-    steps = ", ".join(str(paths.resolved) for paths in first)
-    exact = ", ".join(f"{float(mean_square_path(paths.setting)[paths.resolved]):.3g}" for paths in first)
-    found = ", ".join(f"{float(paths.square[paths.resolved]):.3g}" for paths in first)
-    contraction = abs(1 - setting.step_size * (setting.eigenvalues[0] + setting.damping))
-    final = float(mean_square_path(setting)[-1])
-    short, median = float(longest.square[-1]) / final, float(longest.squares[:, -1].median()) / final
-    middle, last = second[1], second[1].resolved
-    return (
-        f"{len(longest.along):,} runs of each setting. With {len(setting.eigenvalues)} equal eigenvalues, λ = λmax/4 "
-        f"and η = 1/λmax the bound is {lemma_bound(setting):.1f}. For |B| = {batches}, E‖u^t‖² (1 at the start) after "
-        f"{steps} steps is {exact} in closed form and {found} in the simulation, while ‖E u^t‖ is {contraction:.2g}^t "
-        f"for all. Over both tasks the simulation is off by {_spread(mean_z)} standard errors in the mean, and by "
-        f"{_spread(square_z)} in the mean square, at every t where its standard error is below 3%. Further it cannot "
-        f"tell, because the tail of ‖u^t‖² grows: for |B| = {setting.batch_size} and t = {setting.steps}, one run in a "
-        f"hundred carries {_share_of_the_largest(longest):.0%} of the sum, the sample mean is {short:.2f} and the "
-        f"median run {median:.2f} of the expectation. The library's solver takes the same steps on the same draws "
-        f"(relative difference {difference:.0e}). With unequal eigenvalues the proof's R^t is wrong: at |B| = "
-        f"{middle.setting.batch_size}, within the bound of {lemma_bound(middle.setting):.1f}, R has the eigenvalue "
-        f"{float(theorem_matrix(middle.setting).max()):.2f} and [u⁰]ᵀR^t u⁰ is "
-        f"{float(printed_mean_square_path(middle.setting)[last]):.3g} after {last} steps, but the mean square is "
-        f"{float(middle.square[last]):.3g} ± {float(middle.square_stderr[last]):.1g} (exactly "
-        f"{float(mean_square_path(middle.setting)[last]):.3g}). It grows there only for batches below "
-        f"{critical_batch(middle.setting):.1f}."
+def _mean_falls(row: dict[str, Any]) -> bool | None:
+    """Whether the mean has fallen below half its start, by the simulation alone."""
+    found = row["mean"]
+    told = slice(1, 1 + max(found["resolved_until"], 1))
+    ends = zip(found["simulated"][told], found["stderr"][told], strict=True)
+    return True if min(abs(value) + _ERRORS * error for value, error in ends) < 0.5 else None
+
+
+def _verdict(numbers: dict[str, Any]) -> bool | None:
+    """The lemma's claim on the task with equal eigenvalues: two batches within the bound, one above."""
+    rows = numbers["equal_eigenvalues"]
+    if np.abs(_deviations(rows, "mean") + _deviations(rows, "mean_square")).max() > _ERRORS:
+        return False
+    if numbers["largest_difference_from_library"] > _SAME:
+        return False
+    grows = [_grows(row) for row in rows]
+    if None in grows or None in map(_mean_falls, rows):
+        return None
+    return grows == [True, True, False]
+
+
+def _deviations(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [deviation for row in rows for deviation in row[name]["deviations_in_stderr"]]
+
+
+def _spread(deviations: list[float]) -> str:
+    """Root mean square and largest."""
+    root, largest = np.sqrt(np.square(deviations).mean()), np.abs(deviations).max()
+    return f"{root:.1f} (root mean square; {largest:.1f} at most, of {len(deviations)})"
+
+
+def _at(row: dict[str, Any], step: int) -> str:
+    """The mean square at a step, simulated and exact."""
+    found = row["mean_square"]
+    simulated = plus_minus(found["simulated"][step], found["stderr"][step])
+    return f"{simulated} (exactly {number(found['closed_form'][step])})"
+
+
+def conclude(numbers: dict[str, Any]) -> Conclusion:
+    """Whether the mean square grows below the bound and falls above, while the mean converges."""
+    equal, unequal = numbers["equal_eigenvalues"], numbers["unequal_eigenvalues"]
+    first, middle = equal[0], unequal[1]
+    contraction, everything = first["mean"]["closed_form"][1], [*equal, *unequal]
+    words = {True: "grows", False: "falls", None: "cannot be told"}
+    found = [f"{words[_grows(row)]} at |B| = {row['batch_size']}" for row in equal]
+    steps = [row["mean_square"]["resolved_until"] for row in equal]
+    square = first["mean_square"]
+    last = middle["mean_square"]["resolved_until"]
+    sample, median = (square[name][-1] / square["closed_form"][-1] for name in ("simulated", "median"))
+    return Conclusion(
+        title="Counter-example: converges on average, diverges in mean square",
+        claim="There is a binary classification task on which LiSSA, with a step η ≤ 1/λmax, converges on average and "
+        "diverges in mean square when |B| ≤ (λmax/(λmax+λ))² Tr(H)/λmax.",
+        holds=_verdict(numbers),
+        verdict=f"While the mean falls as {contraction:.2g}^t for every batch, the mean square {', '.join(found)}, "
+        f"where the bound is {first['lemma_bound']:.1f}; for unequal eigenvalues the bound is not sharp.",
+        rows=(
+            ("‖E u^t‖, every |B|", "converges", f"{contraction:.2g}^t"),
+            *(
+                (
+                    f"E‖u^t‖² at |B| = {row['batch_size']}, {row['batch_size'] / row['lemma_bound']:.2f} of the bound",
+                    "grows" if row["batch_size"] <= row["lemma_bound"] else "not said",
+                    f"1 → {_at(row, step)} after {step} steps",
+                )
+                for row, step in zip(equal, steps, strict=True)
+            ),
+            (
+                f"unequal eigenvalues, |B| = {middle['batch_size']}: E‖u^t‖² after {last} steps",
+                f"{number(middle['mean_square']['printed'][last])}, by the proof's R^t",
+                _at(middle, last),
+            ),
+            (
+                "unequal eigenvalues: batches that diverge",
+                f"up to {middle['lemma_bound']:.1f}",
+                f"below {middle['critical_batch']:.1f}",
+            ),
+        ),
+        details=(
+            f"{numbers['runs']:,} runs of each setting. Equal eigenvalues: {first['eigenvalues'][0][1]:.0f} of them, "
+            "λ = λmax/4, η = 1/λmax. Unequal: one five times as large as 60 others, λ = λmax/10, η = 1/(λmax+λ).",
+            f"Over both tasks the simulation is off by {_spread(_deviations(everything, 'mean'))} standard errors in "
+            f"the mean, and by {_spread(_deviations(everything, 'mean_square'))} in the mean square, at every t "
+            f"where its standard error is below {_RESOLVED:.0%}.",
+            f"Further it cannot tell, because the tail of ‖u^t‖² grows: for |B| = {first['batch_size']} and t = "
+            f"{len(square['simulated']) - 1}, one run in a hundred carries "
+            f"{square['share_of_the_largest_hundredth']:.0%} of the sum, the sample mean is {sample:.2f} and the "
+            f"median run {median:.2f} of the expectation.",
+            "The library's solver takes the same steps on the same draws (relative difference "
+            f"{number(numbers['largest_difference_from_library'])}).",
+            f"With unequal eigenvalues, at |B| = {middle['batch_size']}, R has the eigenvalue "
+            f"{middle['largest_of_R']:.2f}, and yet the mean square falls.",
+        ),
+        errata=_errata(),
     )
 
 
-def _errata(equal: Setting, unequal: Setting) -> tuple[str, ...]:
+def _errata() -> tuple[str, ...]:
+    (_, equal, _), (_, unequal, _) = settings()
     bound = lemma_bound(equal)
     corrected = bound * (1 - 1 / len(equal.eigenvalues))
     shorter = replace(equal, step_size=1 / (equal.eigenvalues[0] + equal.damping))
@@ -250,77 +268,62 @@ def _errata(equal: Setting, unequal: Setting) -> tuple[str, ...]:
     )
 
 
-# --- the figure --------------------------------------------------------------------------------------------------
+# --- the figure ------------------------------------------------------------------------------------------
 
 
-def _draw(first: Sequence[Paths], second: Sequence[Paths]) -> Figure:
-    groups = ((first, "equal eigenvalues, η = 1/λmax"), (second, "one large eigenvalue, η = 1/(λmax + λ)"))
+def draw(numbers: dict[str, Any]) -> Figure:
+    """Mean and mean square along the steps, for both tasks."""
+    groups = (
+        (numbers["equal_eigenvalues"], "equal eigenvalues, η = 1/λmax"),
+        (numbers["unequal_eigenvalues"], "one large eigenvalue, η = 1/(λmax + λ)"),
+    )
     with figure(2, 2, width=5.4, height=3.7) as (drawn, panels):
-        for row, (group, title) in enumerate(groups):
-            mean, square = panels[2 * row], panels[2 * row + 1]
-            _draw_mean(mean, group)
-            _draw_mean_square(square, group)
-            mean.set_title(f"mean: {title}")
-            square.set_title(f"mean square: {title}")
+        for place, (rows, title) in enumerate(groups):
+            mean, square = panels[2 * place : 2 * place + 2]
+            _draw_mean(mean, rows)
+            _draw_mean_square(square, rows)
+            mean.set(yscale="log", xlabel="step t", ylabel="‖E u‖ / ‖u⁰‖", title=f"mean: {title}")
+            square.set(yscale="log", xlabel="step t", ylabel="E‖u‖² / ‖u⁰‖²", title=f"mean square: {title}")
         drawn.suptitle("LiSSA on the paper's counter-example: the mean converges, the mean square need not")
     return drawn
 
 
-def _draw_mean(panel: Axes, group: Sequence[Paths]) -> None:
-    exact, bound = mean_path(group[0].setting).norm(dim=1), lemma_bound(group[0].setting)
-    last = max(paths.mean_resolved for paths in group)
+def _draw_mean(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    exact = rows[0]["mean"]["closed_form"]
+    last = max(row["mean"]["resolved_until"] for row in rows)
     panel.plot(exact, "-", color="grey", label="closed form, the same for every |B|")
-    for shift, (colour, paths) in enumerate(zip(COLOURS, group, strict=False)):
+    for k, row in enumerate(rows):
         # a little to the side, where they overlap
-        _points(
-            panel,
-            paths.mean.abs(),
-            paths.mean_stderr,
-            paths.mean_resolved,
-            colour,
-            0.012 * last * (shift - 1),
-        )
-        batch = paths.setting.batch_size
-        panel.plot(
-            [], [], "o", color=colour, label=f"|B| = {batch}, {batch / bound:.2f} of the lemma's bound"
-        )
+        _points(panel, row["mean"], COLOURS[k], 0.012 * last * (k - 1))
+        said = f"|B| = {row['batch_size']}, {row['batch_size'] / row['lemma_bound']:.2f} of the lemma's bound"
+        panel.plot([], [], "o", color=COLOURS[k], label=said)
     panel.plot([], [], "o", color="grey", markerfacecolor="none", label="below 3 standard errors: noise")
-    panel.set_xlim(-0.5, min(last + 2, len(exact) - 1) + 0.5)
-    panel.set_ylim(bottom=float(exact[last]) / 50, top=3.0)
-    _label(panel, "‖E u‖ / ‖u⁰‖")
+    panel.set(xlim=(-0.5, min(last + 2, len(exact) - 1) + 0.5), ylim=(exact[last] / 50, 3.0))
     panel.legend(loc="lower left")
 
 
-def _draw_mean_square(panel: Axes, group: Sequence[Paths]) -> None:
+def _draw_mean_square(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
     differs = False
-    for colour, paths in zip(COLOURS, group, strict=False):
-        exact, printed = mean_square_path(paths.setting), printed_mean_square_path(paths.setting)
-        panel.plot(exact, "-", color=colour)
-        _points(panel, paths.square, paths.square_stderr, paths.resolved, colour, 0.0)
-        if not torch.allclose(printed, exact):
+    for k, row in enumerate(rows):
+        found = row["mean_square"]
+        panel.plot(found["closed_form"], "-", color=COLOURS[k])
+        _points(panel, found, COLOURS[k], 0.0)
+        if not np.allclose(found["printed"], found["closed_form"]):
             differs = True
-            panel.plot(printed, "--", color=colour, linewidth=1.0)
+            panel.plot(found["printed"], "--", color=COLOURS[k], linewidth=1.0)
     panel.axhline(1.0, color="black", linewidth=0.8)
     panel.plot([], [], "-", color="grey", label="closed form")
     panel.errorbar([], [], [], fmt="o", color="grey", label="simulation ± 2 standard errors")
     panel.plot([], [], "o", color="grey", markerfacecolor="none", label="standard error above 3%")
     if differs:
         panel.plot([], [], "--", color="grey", linewidth=1.0, label="the paper's proof, $R^t$")
-    _label(panel, "E‖u‖² / ‖u⁰‖²")
     panel.legend(loc="upper left")
 
 
-def _label(panel: Axes, quantity: str) -> None:
-    panel.set_yscale("log")
-    panel.set_xlabel("step t")
-    panel.set_ylabel(quantity)
-
-
-def _points(panel: Axes, value: Tensor, stderr: Tensor, resolved: int, colour: str, shift: float) -> None:
+def _points(panel: Axes, found: dict[str, Any], colour: str, shift: float) -> None:
     """Points with bars as far as the simulation can tell, hollow ones beyond."""
-    steps = torch.arange(len(value)) + shift
-    told = torch.arange(len(value)) <= resolved
-    panel.errorbar(
-        steps[told], value[told], 2 * stderr[told], fmt="o", color=colour, capsize=2, linewidth=1.0
-    )
-    panel.plot(steps[~told], value[~told], "o", color=colour, markerfacecolor="none", alpha=0.6)
+    told = found["resolved_until"] + 1
+    value, bars = np.abs(found["simulated"]), 2 * np.array(found["stderr"])
+    steps = np.arange(len(value)) + shift
+    panel.errorbar(steps[:told], value[:told], bars[:told], fmt="o", color=colour, capsize=2, linewidth=1.0)
+    panel.plot(steps[told:], value[told:], "o", color=colour, markerfacecolor="none", alpha=0.6)

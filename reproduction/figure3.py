@@ -10,30 +10,25 @@ dual numbers take 5k.
 from __future__ import annotations
 
 import math
-import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from reproduction.finding import Finding, Profile
+from reproduction.bench import Bench
+from reproduction.finding import Conclusion, Profile, number
 from reproduction.sentences import PAIRS
-from reproduction.spectra import Measured
-from reproduction.subjects import Subject
-from whence.model.gauss_newton import GaussNewton
 from whence.operators import Damped
 from whence.report.drawing import figure
-from whence.runs.files import read_tensors, write_tensors
 from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers import Lissa
-from whence.vectors import ParamVector
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["paraphrase_test", "run"]
+__all__ = ["ParaphraseTest", "conclude", "draw", "measure", "paraphrase_test"]
 
 #: Pairs of sentences, sentences solved together, chains.
 _EFFORTS: dict[Profile, tuple[int, int, int]] = {
@@ -44,119 +39,69 @@ _EFFORTS: dict[Profile, tuple[int, int, int]] = {
 _SHUFFLES = 20_000
 
 
-def run(
-    key: str, subject: Subject, measured: Measured, profile: Profile, directory: Path, *, seed: int = 0
-) -> tuple[Finding, Figure]:
-    """The three heat maps and what separates rewrites from unrelated sentences."""
-    pairs, group, chains = _EFFORTS[profile]
-    texts = [text for column in zip(*PAIRS[:pairs], strict=True) for text in column]
-    path = directory / "similarities" / key
-    dots, by_chain, spent, batch = _inner_products(subject, measured, 2 * pairs, group, chains, path, seed)
-    influence, error = similarity_of_chains(by_chain)
-    gradient = cosines(dots)
-    tests = {
-        name: paraphrase_test(matrix, seed=seed)
-        for name, matrix in (("influence", influence), ("gradient", gradient))
-    }
-    difference = gradient - influence
-    blocks = _blocks(difference, pairs)
-    unrelated = _unrelated(difference, pairs)
-    mean, stderr = float(unrelated.mean()), float(unrelated.std() / math.sqrt(len(unrelated)))
-    ours, theirs = tests["influence"], tests["gradient"]
-    finding = Finding(
-        name="figure3",
-        title="Figure 3: what the inverse Hessian is for",
-        claim="Unrelated sentences have a higher gradient similarity than influence similarity, and influence "
-        "similarity between a sentence and its rewrite is consistently higher than between unrelated ones.",
-        measured=f"{subject.name}, λ = {measured.damping:.3g}, batches of {batch:,} terms, {pairs} pairs. "
-        f"Between unrelated sentences gradient minus influence similarity is {mean:+.3f} ± {stderr:.3f}. "
-        f"Influence similarity: rewrites {ours.matched:.3f}, unrelated {ours.others:.3f}, {ours.separation:.1f} "
-        f"standard deviations of the unrelated apart; the rewrite is the most similar of all rewrites for "
-        f"{ours.right} of {pairs} originals; p = {ours.p_value:.2g} over "
-        f"random pairings. Gradient similarity: {theirs.matched:.3f}, {theirs.others:.3f}, {theirs.separation:.1f}, "
-        f"{theirs.right} of {pairs}, p = {theirs.p_value:.2g}. Largest standard error of an influence similarity: "
-        f"{float(error.max()):.3f}.",
-        holds=bool(mean > 2 * stderr and ours.p_value < 0.01),
-        numbers={
-            "texts": texts,
-            "influence": influence.tolist(),
-            "influence_stderr": error.tolist(),
-            "gradient": gradient.tolist(),
-            "blocks_of_gradient_minus_influence": blocks,
-            "tests": {name: test.__dict__ for name, test in tests.items()},
-            "damping": measured.damping,
-            "batch_size": batch,
-        },
-        profile=profile,
-        seconds=spent,
-    )
-    return finding, _draw(influence, gradient, blocks, pairs)
+def measure(bench: Bench) -> dict[str, Any]:
+    """Both similarities of all sentences, originals first.
 
-
-# --- solving ---------------------------------------------------------------------------------------------
-
-
-def _inner_products(
-    subject: Subject, measured: Measured, count: int, group: int, chains: int, path: Path, seed: int
-) -> tuple[Tensor, Tensor, float, int]:
-    """``⟨g_i, g_j⟩`` and, by every chain, ``g_iᵀ(H+λ)⁻¹g_j``; seconds spent on them, now and before; the largest batch.
-
-    Of so many sentences, originals first. They are solved for fact by fact, and inner products are taken with all that
-    there are: groups that a run with fewer facts left behind serve one with more. Settings are the paper's; where its
-    batch turns out to be too small, the solver enlarges it, and later groups begin with that.
+    They are solved for fact by fact, and inner products are taken with all that there are: groups that a run with fewer
+    facts left behind serve one with more. Settings are the paper's; where its batch turns out to be too small, the
+    solver enlarges it, and later groups begin with that.
     """
-    texts = [text for pair in PAIRS for text in pair]
+    pairs, group, chains = _EFFORTS[bench.profile]
+    key, count = bench.subjects("language")[0], 2 * pairs
+    groups, batch = [], 1
+    for start in range(0, count, group):
+        stop = min(start + group, count)
+        solve = partial(_solve, bench, key, start, stop, chains, batch)
+        groups.append(bench.kept(f"similarities/{key}.{start}-{stop}", solve))
+        batch = max(batch, groups[-1]["batch_size"])
+    order = torch.cat([torch.arange(0, count, 2), torch.arange(1, count, 2)])
+    dots = torch.cat([torch.tensor(found["dots"], dtype=torch.float64) for found in groups])
+    solved = torch.cat([torch.tensor(found["chains"], dtype=torch.float64) for found in groups], dim=1)
+    influence, error = similarity_of_chains(solved[:, order][:, :, order])
+    gradient = cosines(dots[order][:, order])
+    measured = bench.measured(key)
+    return {
+        "name": measured.name,
+        "damping": measured.damping,
+        "batch_size": batch,
+        "texts": [text for column in zip(*PAIRS[:pairs], strict=True) for text in column],
+        "influence": influence.tolist(),
+        "influence_stderr": error.tolist(),
+        "gradient": gradient.tolist(),
+        "tests": {
+            name: asdict(paraphrase_test(matrix, generator=bench.generator()))
+            for name, matrix in (("influence", influence), ("gradient", gradient))
+        },
+    }
+
+
+def _solve(bench: Bench, key: str, start: int, stop: int, chains: int, batch: int) -> dict[str, Any]:
+    """``⟨g_i, g_j⟩`` and, by every chain, ``g_iᵀ(H+λ)⁻¹g_j``, for some sentences i and all j; and the batch it took."""
+    measured, subject = bench.measured(key), bench.subject(key)
     examples = [
         {
             name: torch.tensor(ids)
             for name, ids in subject.tokenizer(text).items()
             if name in ("input_ids", "labels")
         }
-        for text in texts
+        for pair in PAIRS
+        for text in pair
     ]
-    gnh: GaussNewton | None = None
-    rows, dots, seconds, batch = [], [], 0.0, 1
-    for start in range(0, count, group):
-        stop = min(start + group, count)
-        file = path.with_name(f"{path.name}.{start}-{stop}.safetensors")
-        if not file.exists():
-            begun = time.perf_counter()
-            gnh = gnh or subject.operator(product="finite-difference")
-            rhs = gnh.gradients(examples[start:stop])
-            passage = round(gnh.terms.terms_per_example)  # no batch is smaller
-            plan = measured.plan.replace(
-                batch_size=max(measured.plan.batch_size, passage, batch), chains=chains
-            )
-            generator = torch.Generator().manual_seed(seed + start)
-            state = Lissa(plan).run(Damped(gnh, measured.damping), rhs, generator=generator)
-            solved = [*state.finished, rhs]
-            found = torch.cat([_with_gradient(solved, gnh, example) for example in examples], dim=2)
-            took = time.perf_counter() - begun
-            write_tensors(
-                file,
-                {"chains": found[:-1], "dots": found[-1]},
-                {"seconds": took, "batch_size": state.plan.batch_size},
-            )
-            del state, solved, rhs
-        tensors, notes = read_tensors(file)
-        rows.append(tensors["chains"])
-        dots.append(tensors["dots"])
-        seconds += notes["seconds"]
-        batch = max(batch, notes["batch_size"])
-    originals_first = torch.cat([torch.arange(0, count, 2), torch.arange(1, count, 2)])
-    gram, by_chain = torch.cat(dots), torch.cat(rows, dim=1)
-    return (
-        gram[originals_first][:, originals_first],
-        by_chain[:, originals_first][:, :, originals_first],
-        seconds,
-        batch,
-    )
-
-
-def _with_gradient(blocks: list[ParamVector], gnh: GaussNewton, example: dict[str, Tensor]) -> Tensor:
-    """Inner products of the blocks' columns with the gradient of one sentence: no more than one is held."""
-    gradient = gnh.gradients([example])
-    return torch.stack([block.gram(gradient) for block in blocks])
+    gnh = subject.operator(product="finite-difference")
+    rhs = gnh.gradients(examples[start:stop])
+    passage = round(gnh.terms.terms_per_example)  # no batch is smaller
+    plan = measured.plan.replace(batch_size=max(measured.plan.batch_size, passage, batch), chains=chains)
+    solution = Lissa(plan).solve(Damped(gnh, measured.damping), rhs, generator=bench.generator(start))
+    columns = []
+    for example in examples:  # no more than one gradient is held
+        gradient = gnh.gradients([example])
+        columns.append(torch.stack([block.gram(gradient) for block in (*solution.chains, rhs)]))
+    found = torch.cat(columns, dim=2)
+    return {
+        "chains": found[:-1].tolist(),
+        "dots": found[-1].tolist(),
+        "batch_size": (solution.stats.plan or plan).batch_size,
+    }
 
 
 # --- what the similarities say ---------------------------------------------------------------------------
@@ -180,13 +125,12 @@ class ParaphraseTest:
     p_value: float
 
 
-def paraphrase_test(similarity: Tensor, *, seed: int = 0) -> ParaphraseTest:
+def paraphrase_test(similarity: Tensor, *, generator: torch.Generator) -> ParaphraseTest:
     """The test on a ``[2n, 2n]`` matrix: originals, then their rewrites."""
     n = len(similarity) // 2
     across = similarity[:n, n:]
     own = across.diagonal()
     others = across[~torch.eye(n, dtype=torch.bool)]
-    generator = torch.Generator().manual_seed(seed)
     shuffled = torch.rand(_SHUFFLES, n, generator=generator).argsort(1)
     means = across[torch.arange(n), shuffled].mean(1)
     return ParaphraseTest(
@@ -198,45 +142,84 @@ def paraphrase_test(similarity: Tensor, *, seed: int = 0) -> ParaphraseTest:
     )
 
 
-def _unrelated(matrix: Tensor, pairs: int) -> Tensor:
-    """Entries between different facts, each pair once."""
+def _mean(values: Tensor) -> tuple[float, float]:
+    """With its standard error."""
+    return float(values.mean()), float(values.std() / math.sqrt(values.numel()))
+
+
+def conclude(numbers: dict[str, Any]) -> Conclusion:
+    """Whether influence similarity is lower between unrelated sentences, and tells rewrites from them."""
+    pairs = len(numbers["texts"]) // 2
+    difference = torch.tensor(numbers["gradient"]) - torch.tensor(numbers["influence"])
     fact = torch.arange(2 * pairs) % pairs
-    above = torch.ones_like(matrix, dtype=torch.bool).triu(1)
-    return matrix[above & (fact.unsqueeze(0) != fact.unsqueeze(1))]
+    above = torch.ones_like(difference, dtype=torch.bool).triu(1)  # each pair once
+    mean, stderr = _mean(difference[above & (fact.unsqueeze(0) != fact.unsqueeze(1))])
+    ours, theirs = (ParaphraseTest(**numbers["tests"][name]) for name in ("influence", "gradient"))
+    largest = max(max(row) for row in numbers["influence_stderr"])
+    return Conclusion(
+        title="Figure 3: what the inverse Hessian is for",
+        claim="Unrelated sentences have a higher gradient similarity than influence similarity, and influence "
+        "similarity between a sentence and its rewrite is consistently higher than between unrelated ones.",
+        holds=bool(mean > 2 * stderr and ours.p_value < 0.01),
+        verdict=f"Unrelated sentences have a gradient similarity {abs(mean):.3f} {'above' if mean > 0 else 'below'} "
+        f"their influence similarity (± {stderr:.3f}), and by influence the most similar rewrite is the right one for "
+        f"{ours.right} of {pairs} sentences, by gradients for {theirs.right}.",
+        rows=(
+            ("model, pairs of sentences", "OPT-1.3B, 10", f"{numbers['name']}, {pairs}"),
+            (
+                "gradient minus influence similarity, unrelated",
+                "mostly positive",
+                f"{mean:+.3f} ± {stderr:.3f}",
+            ),
+            (
+                "influence similarity: rewrites; unrelated",
+                "consistently higher; lower",
+                f"{ours.matched:.3f}; {ours.others:.3f}",
+            ),
+            (
+                "gradient similarity: rewrites; unrelated",
+                "not printed",
+                f"{theirs.matched:.3f}; {theirs.others:.3f}",
+            ),
+            (
+                "standard deviations apart: by influence; by gradients",
+                "not printed",
+                f"{ours.separation:.1f}; {theirs.separation:.1f}",
+            ),
+            (
+                "the right rewrite is the most similar: by influence; by gradients",
+                "not printed",
+                f"{ours.right} of {pairs}; {theirs.right} of {pairs}",
+            ),
+        ),
+        details=(
+            f"λ = {number(numbers['damping'])}, batches of {numbers['batch_size']:,} terms. Largest standard error "
+            f"of an influence similarity: {largest:.3f}.",
+            f"Over random pairings of originals with rewrites, p = {ours.p_value:.2g} for influence and "
+            f"{theirs.p_value:.2g} for gradient similarity.",
+        ),
+    )
 
 
-def _blocks(matrix: Tensor, pairs: int) -> list[dict[str, float]]:
-    """Mean and standard error over each square of the matrix, as the paper prints them."""
-    found = []
-    for i in (0, 1):
-        for j in (0, 1):
-            values = matrix[i * pairs : (i + 1) * pairs, j * pairs : (j + 1) * pairs].flatten()
-            found.append(
-                {"mean": float(values.mean()), "stderr": float(values.std() / math.sqrt(len(values)))}
-            )
-    return found
-
-
-def _draw(influence: Tensor, gradient: Tensor, blocks: list[dict[str, float]], pairs: int) -> Figure:
+def draw(numbers: dict[str, Any]) -> Figure:
+    """The paper's three heat maps; on the last, the mean of each square with its standard error."""
+    influence, gradient = torch.tensor(numbers["influence"]), torch.tensor(numbers["gradient"])
+    difference, pairs = gradient - influence, len(influence) // 2
+    titles = ("Influence similarity", "Gradient similarity", "Gradient minus influence")
+    ticks = [pairs / 2 - 0.5, 1.5 * pairs - 0.5]
     with figure(1, 3, width=4.0, height=3.6) as (drawn, panels):
-        for panel, matrix, title in (
-            (panels[0], influence, "Influence similarity"),
-            (panels[1], gradient, "Gradient similarity"),
-            (panels[2], gradient - influence, "Gradient minus influence"),
-        ):
+        for panel, matrix, title in zip(panels, (influence, gradient, difference), titles, strict=True):
             shown = panel.imshow(matrix.numpy(), vmin=-1, vmax=1, cmap="RdBu_r")
             panel.grid(False)
             panel.set_title(title)
             panel.axhline(pairs - 0.5, color="black", linewidth=0.6)
             panel.axvline(pairs - 0.5, color="black", linewidth=0.6)
-            ticks = [pairs / 2 - 0.5, 1.5 * pairs - 0.5]
             panel.set_xticks(ticks, ["originals", "rewrites"])
             panel.set_yticks(ticks, ["originals", "rewrites"], rotation=90, va="center")
-        for place, block in enumerate(blocks):
-            row, column = divmod(place, 2)
-            panels[2].text(
-                (column + 0.5) * pairs - 0.5, (row + 0.5) * pairs - 0.5,
-                f"{block['mean']:.2f}\n({block['stderr']:.3f})", ha="center", va="center", fontsize=11,
-            )  # fmt: skip
+        for i, row in enumerate(difference.split(pairs)):
+            for j, block in enumerate(row.split(pairs, dim=1)):
+                mean, stderr = _mean(block)
+                said = f"{mean:.2f}\n({stderr:.3f})"
+                panels[2].text(ticks[j], ticks[i], said, ha="center", va="center", fontsize=11)
         drawn.colorbar(shown, ax=panels[2], shrink=0.85)
     return drawn

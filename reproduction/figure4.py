@@ -1,25 +1,25 @@
-"""Figure 4: condition C.1, both of its traces against the batch size."""
+"""Figure 4: condition C.1, both of its traces against the batch size.
+
+For independent draws the slope of log trace against log |B| is -1 by arithmetic: what it tests is that batches are
+drawn and products computed without bias or noise of their own.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from reproduction.finding import Finding, Profile
-from reproduction.subjects import Subject
+from reproduction.bench import Bench
+from reproduction.finding import Conclusion, Profile, plus_minus
+from reproduction.subjects import subjects
+from reproduction.table1 import joined
 from whence.report.drawing import COLOURS, figure
-from whence.runs.files import read_json, write_json
 from whence.spectrum import Estimate
-from whence.validation.condition import ConditionCheck, check_condition
+from whence.validation.condition import check_condition
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["run"]
+__all__ = ["conclude", "draw", "measure"]
 
 #: Realisations at each batch size, the batch sizes in images or tokens, and how many the top eigenvector is found on;
 #: for subjects of a kind, or for one: those that are small enough to show the slope to a few percent.
@@ -35,56 +35,23 @@ _EFFORTS: dict[tuple[Profile, str], tuple[int, tuple[int, ...], int]] = {
 }
 
 
-def run(
-    keys: Sequence[str], load: Callable[[str], Subject], profile: Profile, directory: Path, *, seed: int = 0
-) -> tuple[Finding, Figure]:
-    """Measure the condition for every subject; what an earlier run left in ``directory`` is read."""
-    rows = []
-    for key in keys:
-        path = directory / "conditions" / f"{key}.json"
-        if not path.exists():
-            write_json(path, _measure(key, load(key), profile, seed, uniform=True))
-        rows.append(read_json(path))
+def measure(bench: Bench) -> dict[str, Any]:
+    """The condition for every subject, offline also for a language model that is small enough to show the slope."""
+    keys = (*bench.subjects(), *(subjects("quick", "language") if bench.profile == "offline" else ()))
+    rows = [_kept(bench, key, uniform=True) for key in keys]
     # The condition is about batches drawn uniformly. Where those are too noisy to be used, also those that are.
-    for key in [key for key, row in zip(keys, rows, strict=True) if row["certain"]]:
-        path = directory / "conditions" / f"{key}.by-curvature.json"
-        if not path.exists():
-            write_json(path, _measure(key, load(key), profile, seed, uniform=False))
-        rows.append(read_json(path))
-    words = "; ".join(
-        f"{row['name']} on {row['data']}: slope {row['slope']:.3f} ± {row['slope_stderr']:.1g}, Ĉ = "
-        f"{row['constant']:.2f} ± {row['constant_stderr']:.1g} on average over directions, "
-        f"{row['top_constant']:.2f} ± {row['top_constant_stderr']:.1g} along the top eigenvector"
-        for row in rows
-    )
-    slopes = all(abs(row["slope"] + 1) <= 3 * row["slope_stderr"] for row in rows)
-    failing = [row["name"] for row in rows if row["constant"] - 2 * row["constant_stderr"] > 2]
-    on_average = f" On average over directions C = 2 fails for {' and '.join(failing)}." if failing else ""
-    above = [row["name"] for row in rows if row["top_constant"] - 2 * row["top_constant_stderr"] > 2]
-    beyond = (
-        f" The condition is an inequality of matrices, though, and along the top eigenvector C = 2 fails for "
-        f"{' and '.join(above)}."
-        if above
-        else ""
-    )
-    finding = Finding(
-        name="figure4",
-        title="Figure 4: condition C.1",
-        claim="The trace of E H̃² - H² falls as 1/|B| and stays below 2·Tr(H)²/|B|, in images and in tokens.",
-        measured=f"{words}. The slope of log trace against log |B| must be -1.{on_average}{beyond} "
-        "For independent draws the slope is -1 by arithmetic: what it tests is that batches are drawn and products "
-        "computed without bias or noise of their own.",
-        holds=slopes and not failing,
-        numbers={"rows": rows},
-        profile=profile,
-        seconds=sum(row["seconds"] for row in rows),
-    )
-    return finding, _draw(rows)
+    certain = [key for key, row in zip(keys, rows, strict=True) if row["certain"]]
+    return {"rows": rows + [_kept(bench, key, uniform=False) for key in certain]}
 
 
-def _measure(key: str, subject: Subject, profile: Profile, seed: int, *, uniform: bool) -> dict[str, Any]:
-    started = time.perf_counter()
-    effort = _EFFORTS.get((profile, key)) or _EFFORTS[profile, subject.kind]
+def _kept(bench: Bench, key: str, *, uniform: bool) -> dict[str, Any]:
+    name = key if uniform else f"{key}.by-curvature"
+    return bench.kept(f"conditions/{name}", lambda: _measure(bench, key, uniform=uniform))
+
+
+def _measure(bench: Bench, key: str, *, uniform: bool) -> dict[str, Any]:
+    subject = bench.subject(key)
+    effort = _EFFORTS.get((bench.profile, key)) or _EFFORTS[bench.profile, subject.kind]
     realisations, sizes, lanczos_terms = effort
     check = check_condition(
         # products by differences are a third cheaper for a large model, and as noiseless as this needs
@@ -92,18 +59,16 @@ def _measure(key: str, subject: Subject, profile: Profile, seed: int, *, uniform
             uniform=uniform, product="finite-difference" if subject.kind == "language" else "auto"
         ),
         sizes,
-        generator=torch.Generator().manual_seed(seed),
+        generator=bench.generator(),
         realisations=realisations,
         lanczos_terms=lanczos_terms,
     )
-    name = subject.name if uniform else f"{subject.name} by curvature"
-    return {**_as_json(check), "name": name, "data": subject.data_name, "kind": subject.kind,
-            "certain": subject.certain, "seconds": time.perf_counter() - started}  # fmt: skip
-
-
-def _as_json(check: ConditionCheck) -> dict[str, Any]:
     assert check.slope is not None
     return {
+        "name": subject.name if uniform else f"{subject.name} by curvature",
+        "data": subject.data_name,
+        "kind": subject.kind,
+        "certain": subject.certain,
         "points": [
             {"batch_size": p.batch_size, **_pair("gap", p.gap), **_pair("bound", p.bound)}
             for p in check.points
@@ -124,24 +89,70 @@ def _pair(name: str, estimate: Estimate) -> dict[str, float]:
     return {name: estimate.value, f"{name}_stderr": estimate.stderr}
 
 
-def _draw(rows: list[dict[str, Any]]) -> Figure:
-    with figure(1, len(rows), width=4.6, height=3.9) as (drawn, panels):
-        for panel, row in zip(panels, rows, strict=True):
-            sizes = [point["batch_size"] for point in row["points"]]
-            gaps = [point["gap"] for point in row["points"]]
-            errors = [2 * point["gap_stderr"] for point in row["points"]]
-            bounds = [point["bound"] for point in row["points"]]
-            panel.errorbar(
-                sizes, gaps, errors, fmt="o", capsize=3, color=COLOURS[0], label="Tr(E H̃² - H²), ± 2 errors"
+def conclude(numbers: dict[str, Any]) -> Conclusion:
+    """Whether the slope is -1 and C = 2 suffices on average over directions, within errors."""
+    rows = numbers["rows"]
+
+    def above_two(constant: str) -> str:
+        found = [row["name"] for row in rows if row[constant] - 2 * row[f"{constant}_stderr"] > 2]
+        return joined(found) or "none"
+
+    def pair(row: dict[str, Any], name: str) -> str:
+        return plus_minus(row[name], row[f"{name}_stderr"])
+
+    quantities = "slope of log trace against log |B|; Ĉ on average; Ĉ along the top eigenvector"
+    off = [row["name"] for row in rows if abs(row["slope"] + 1) > 3 * row["slope_stderr"]]
+    return Conclusion(
+        title="Figure 4: condition C.1",
+        claim="The trace of E H̃² - H² falls as 1/|B| and stays below 2·Tr(H)²/|B|, in images and in tokens.",
+        holds=not off and above_two("constant") == "none",
+        verdict=f"C = 2 fails on average over directions for {above_two('constant')}, along the top "
+        f"eigenvector for {above_two('top_constant')}; the trace falls as 1/|B| within errors for "
+        f"{len(rows) - len(off)} of {len(rows)}.",
+        rows=(
+            ("models", "ResNet-18, ResNet-50, OPT-1.3B", "as below"),
+            ("in each row", quantities, quantities),
+            *(
+                (
+                    f"{row['name']} on {row['data']}",
+                    "-1; at most 2; at most 2",
+                    "; ".join(pair(row, name) for name in ("slope", "constant", "top_constant")),
+                )
+                for row in rows
+            ),
+        ),
+        details=(
+            *(f"{row['name']}, {row['realisations']} realisations: {row['verdict']}" for row in rows),
+            "The condition is an inequality of matrices, of which the paper's figure looks at the traces: it may "
+            "hold on average over directions and fail along the top eigenvector. For independent draws the slope is "
+            "-1 by arithmetic: what it tests is that batches are drawn and products computed without bias or noise "
+            "of their own.",
+        ),
+    )
+
+
+def draw(numbers: dict[str, Any]) -> Figure:
+    """A panel for each model."""
+    rows = numbers["rows"]
+    columns = min(len(rows), 3)
+    with figure(-(-len(rows) // columns), columns, width=4.4, height=3.6) as (drawn, panels):
+        for panel, row in zip(panels, rows, strict=False):
+            sizes, gaps, errors, bounds = (
+                [point[name] for point in row["points"]]
+                for name in ("batch_size", "gap", "gap_stderr", "bound")
             )
+            panel.errorbar(
+                sizes, gaps, [2 * error for error in errors], fmt="o", capsize=3, color=COLOURS[0],
+                label="Tr(E H̃² - H²), ± 2 errors",
+            )  # fmt: skip
             panel.plot(sizes, bounds, "--", color=COLOURS[1], label="Tr(H)²/|B|")
             panel.plot(sizes, [2 * bound for bound in bounds], ":", color=COLOURS[6], label="2·Tr(H)²/|B|")
             unit = "tokens" if row["kind"] == "language" else "images"
-            panel.set(
-                xscale="log", yscale="log", xlabel=f"|B|, {unit}", title=f"{row['name']}, {row['data']}"
-            )
+            title = f"{row['name']}, {row['data']}"
+            panel.set(xscale="log", yscale="log", xlabel=f"|B|, {unit}", ylabel="trace", title=title)
             panel.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
             panel.minorticks_off()
-            panel.legend()
-        panels[0].set_ylabel("trace")
+        for panel in panels[len(rows) :]:
+            panel.set_axis_off()
+        drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return drawn

@@ -1,73 +1,77 @@
-"""`Finding`: what the paper claims, what was measured here, and whether it holds."""
+"""`Finding`: what the paper claims, what was measured here and whether it holds; its files, and the page of all."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from reproduction.kept import write_json
 from whence.errors import OptionError
+from whence.report.drawing import save_figure
+from whence.runs.files import replace_file
+from whence.solvers.plan import format_duration
 
-__all__ = ["Finding", "Profile", "check_profile"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-#: How much is run: ``"quick"`` for tests, ``"offline"`` what needs no download, ``"paper"`` the paper's own sizes.
+__all__ = ["PROFILES", "Conclusion", "Finding", "Profile", "number", "page", "plus_minus", "write"]
+
+#: How much is run, and on which models.
 Profile = Literal["quick", "offline", "paper"]
+PROFILES: dict[Profile, str] = {
+    "quick": "small models trained on the spot, minutes",
+    "offline": "real models and data that package registries carry, in place of the paper's, hours",
+    "paper": "the paper's own models and data",
+}
+_HOLDS = {True: "holds", False: "does not hold", None: "cannot be told"}
 
-_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-_VERDICTS = {True: "holds", False: "does not hold", None: "cannot be told from this run"}
 
-
-@dataclass(frozen=True)
-class Finding:
-    """The outcome of one reproduction.
+@dataclass(frozen=True, kw_only=True)
+class Conclusion:
+    """What follows from the numbers of a reproduction, and from nothing else.
 
     Attributes:
-        name: of its files; lower-case words joined by hyphens.
         title: a heading.
         claim: what the paper says, in a sentence.
-        measured: what was measured here, with figures; and why it cannot be told, where it cannot.
         holds: whether the claim does, or None if this run cannot tell.
-        numbers: everything measured, as JSON can hold it; no NaN, no infinity.
+        verdict: the one sentence that says why.
+        rows: the table: a quantity, what the paper has for it, what was measured here.
+        details: what only some readers want to know, a sentence or two each.
+        errata: slips in the paper that turned up on the way, a sentence or two each.
+    """
+
+    title: str
+    claim: str
+    holds: bool | None
+    verdict: str
+    rows: tuple[tuple[str, str, str], ...]
+    details: tuple[str, ...] = ()
+    errata: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding(Conclusion):
+    """The outcome of one reproduction: its numbers, and the conclusion from them.
+
+    Attributes:
+        name: of its files.
         profile: how much was run.
         seconds: how long it took.
-        errata: slips in the paper that turned up on the way, a sentence or two each.
-
-    Example:
-        >>> finding = Finding(
-        ...     "half", "Halves", "Two halves are one.", "0.5 + 0.5 = 1.", True, {"sum": 1.0}, "quick", 0.1
-        ... )
-        >>> finding.verdict
-        'holds'
+        numbers: everything measured, as JSON can hold it; no NaN, no infinity.
     """
 
     name: str
-    title: str
-    claim: str
-    measured: str
-    holds: bool | None
-    numbers: dict[str, Any]
     profile: Profile
     seconds: float
-    errata: tuple[str, ...] = ()
+    numbers: dict[str, Any]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise OptionError(
-                f"a finding's name is {self.name!r}; it names files: use lower-case words joined by hyphens"
-            )
-        check_profile(self.profile)
-        for field in ("title", "claim", "measured"):
-            text = getattr(self, field)
-            if not isinstance(text, str) or not text.strip():
-                raise OptionError(f"the {field} of {self.name!r} is {text!r}; say it in words")
-        if self.holds not in (True, False, None):
-            raise OptionError(f"holds is {self.holds!r} in {self.name!r}; it must be True, False or None")
-        if not 0 <= self.seconds < math.inf:
-            raise OptionError(f"seconds is {self.seconds} in {self.name!r}; it must be a duration")
-        if not isinstance(self.errata, tuple) or not all(isinstance(note, str) for note in self.errata):
-            raise OptionError(f"errata of {self.name!r} must be a tuple of sentences, got {self.errata!r}")
         try:
             json.dumps(self.numbers, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -77,12 +81,141 @@ class Finding:
             ) from error
 
     @property
-    def verdict(self) -> str:
+    def outcome(self) -> str:
         """`holds` in words."""
-        return _VERDICTS[self.holds]
+        return _HOLDS[self.holds]
 
 
-def check_profile(profile: str) -> None:
-    """Refuse a profile that no reproduction knows, before it starts."""
-    if profile not in get_args(Profile):
-        raise OptionError(f"profile is {profile!r}; it must be one of {', '.join(get_args(Profile))}")
+# --- numbers in words ------------------------------------------------------------------------------------
+
+
+def number(value: float) -> str:
+    """Three digits, with a power of ten where zeros would have to be counted.
+
+    Example:
+        >>> number(26700), number(5.0), number(0.00389), number(4.737e-05)
+        ('26,700', '5', '0.00389', '4.74·10⁻⁵')
+    """
+    power = _power(value)
+    if power == 0:
+        decimals = 2 - math.floor(math.log10(abs(value))) if value else 0
+        text = f"{round(value, decimals):,.{max(decimals, 0)}f}"
+        return text.rstrip("0").rstrip(".") if decimals > 0 else text
+    return f"{value / 10**power:.3g}·10{_superscript(power)}"
+
+
+def plus_minus(value: float, stderr: float) -> str:
+    """A value and its standard error, to the digits that the error leaves.
+
+    Example:
+        >>> plus_minus(150.36, 50.4), plus_minus(3.146, 0.315), plus_minus(4.737e-05, 5.7e-07)
+        ('150 ± 50', '3.1 ± 0.3', '(4.74 ± 0.06)·10⁻⁵')
+    """
+    if stderr == 0:
+        return number(value)
+    power = _power(value)
+    scale = 10**power
+    decimals = max(0, -math.floor(math.log10(stderr / scale)))
+    text = f"{value / scale:,.{decimals}f} ± {stderr / scale:,.{decimals}f}"
+    return f"({text})·10{_superscript(power)}" if power else text
+
+
+def _power(value: float) -> int:
+    return 0 if value == 0 or 1e-3 <= abs(value) < 1e5 else math.floor(math.log10(abs(value)))
+
+
+def _superscript(power: int) -> str:
+    return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+# --- files -----------------------------------------------------------------------------------------------
+
+
+def write(finding: Finding, figure: Figure, directory: Path, *, provenance: Mapping[str, Any]) -> None:
+    """Write ``NAME.svg``, ``NAME.png`` and ``NAME.json`` to a directory, each at once, the last of them last.
+
+    Args:
+        finding: what to write.
+        figure: its figure.
+        directory: made if it does not exist.
+        provenance: where the numbers come from.
+
+    Raises:
+        StorageError: a file could not be written.
+    """
+    replace_file(directory / f"{finding.name}.svg", partial(save_figure, drawn=figure, kind="svg"))
+    replace_file(directory / f"{finding.name}.png", partial(save_figure, drawn=figure, kind="png"))
+    content = {**asdict(finding), "provenance": dict(provenance)}
+    write_json(directory / f"{finding.name}.json", content)
+
+
+# --- the page --------------------------------------------------------------------------------------------
+
+
+def page(findings: Sequence[tuple[Finding, Mapping[str, Any]]]) -> str:
+    """A page for readers: the verdicts, then for each its sentence, table and figure, the details folded.
+
+    Args:
+        findings: in the order of the page, each with its provenance.
+    """
+    lines = [
+        "# Results",
+        "",
+        "What the paper claims, and what was measured here. `python -m reproduction` writes this page: every number on "
+        "it is computed from those in the JSON files beside it.",
+        "",
+        *(
+            f"Profile {name}: {PROFILES[name]}."
+            for name in sorted({finding.profile for finding, _ in findings})
+        ),
+        "",
+        "| finding | the claim | in a sentence |",
+        "|---|---|---|",
+    ]
+    for finding, _ in findings:
+        title = f"[{_escaped(finding.title)}](#{finding.name})"
+        lines.append(f"| {title} | {finding.outcome} | {_escaped(finding.verdict)} |")
+    for finding, provenance in findings:
+        lines += _section(finding, provenance)
+    return "\n".join(lines) + "\n"
+
+
+def _section(finding: Finding, provenance: Mapping[str, Any]) -> list[str]:
+    outcome = finding.outcome.capitalize()
+    # An anchor of its own: how a heading's is made from its text differs between readers.
+    lines = ["", f'<a id="{finding.name}"></a>', "", f"## {_escaped(finding.title)}", ""]
+    lines += [
+        f"**The claim.** {_escaped(finding.claim)}",
+        "",
+        f"**{outcome}.** {_escaped(finding.verdict)}",
+        "",
+    ]
+    lines += ["| | the paper | here |", "|---|---|---|"]
+    lines += [f"| {' | '.join(map(_escaped, row))} |" for row in finding.rows]
+    lines += ["", f"![{_escaped(finding.title)}]({finding.name}.svg)", ""]
+    lines += ["<details>", "<summary>Details</summary>", ""]
+    lines += [f"- {_escaped(note)}" for note in finding.details]
+    if finding.errata:
+        lines += ["", "Slips in the paper's text that turned up:", ""]
+        lines += [f"- {_escaped(note)}" for note in finding.errata]
+    begun = provenance.get("begun_at")
+    kept = f", with measurements kept since {begun}" if begun else ""
+    lines += [
+        "",
+        f"{format_duration(finding.seconds)} on {_escaped(str(provenance.get('cpu')))}, threads: "
+        f"{provenance.get('threads')}, at commit {provenance.get('commit') or 'unknown'}{kept}. All numbers and "
+        f"versions: [{finding.name}.json]({finding.name}.json)",
+        "",
+        "</details>",
+    ]
+    return lines
+
+
+def _escaped(text: str) -> str:
+    r"""Text as Markdown that reads as the text, in a paragraph or in a cell of a table.
+
+    Example:
+        >>> print(_escaped("|B| < 2*x"))
+        \|B\| \< 2\*x
+    """
+    return re.sub(r"([\\`*_{}\[\]<>#|~$&!])", r"\\\1", " ".join(text.split()))

@@ -9,18 +9,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from whence.runs.run import environment
+from whence.runs import environment
 
 __all__ = ["commit", "cpu_name", "provenance"]
 
 _RESULTS = (":(top,exclude)results", ":(top,exclude)benchmarks/results")
 
 
-def provenance(seconds: float) -> dict[str, Any]:
-    """Where numbers come from: date, commit, versions, machine, and how long they took."""
+def provenance() -> dict[str, Any]:
+    """Where numbers come from: date, commit, versions, machine."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "seconds": seconds,
         "commit": commit(),
         **environment(),
         "cpu": cpu_name(),

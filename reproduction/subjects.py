@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from reproduction.finding import Profile
 from whence.errors import OptionError
 from whence.model.gauss_newton import GaussNewton, Product
-from whence.sources import Labels, Problem, Records
+from whence.sources import Labels, Problem
 from whence.tasks import Classification, LanguageModeling, Task
 from whence.tasks.categorical import IGNORED
 
@@ -109,18 +109,9 @@ def _pydoc_llama(epochs: int) -> Subject:
     train = [{"input_ids": passage.input_ids} for passage in data]
     return Subject(
         "Llama, 2 layers", "Python's manual", "language", model, LanguageModeling(), train, [],
-        inner_parameters(model), "lambda_max/50", tokenizer=_Ids(tokenizer), note=f"trained here for {epochs} passes",
+        inner_parameters(model), "lambda_max/50", tokenizer=lambda text: {"input_ids": tokenizer.encode(text).ids},
+        note=f"trained here for {epochs} passes",
     )  # fmt: skip
-
-
-class _Ids:
-    """The one thing that reproductions ask of a tokenizer."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str) -> Any:
-        return {"input_ids": self._tokenizer.encode(text).ids}
 
 
 # --- real ones that registries carry ---------------------------------------------------------------------
@@ -159,12 +150,7 @@ def _smollm2() -> Subject:
 class _Beginning:
     """Texts as the model is used to: a line of their own after the token that texts begin with.
 
-    SmolLM2 parks attention on its first token, whose activations grow to a hundred times those of others. A text that
-    begins without that token, or with a word right after it, makes the next token share this role; in one passage of
-    25 (none after a line break) it does so by half. These have eigenvalues of 5·10³, without the token up to 2·10⁷,
-    where all others have 10², and a single one is enough to make a stochastic solve diverge.
-
-    The beginning is not predicted.
+    The beginning is not predicted. Why it is needed: docs/math.md, 'Texts that begin in the middle'.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -209,51 +195,55 @@ _DOCUMENTS = 100_000
 
 
 def _from_paper(key: str, inputs: Path | None, allow_download: bool) -> Subject:
-    from whence.sources import Passages, load_model
+    from whence.sources import Passages, hub_dataset, load_model, open_records
 
     title, hub, kind = PAPER[key]
-    directory = None if inputs is None else inputs / key
-    if directory is not None and directory.is_dir():
-        problem = load_model(directory)
-    elif allow_download:
-        problem = load_model(hub, allow_download=True)
-    else:
-        raise OptionError(f"there is no {_below(inputs, key)}; put {hub} there{_OR_FETCH}")
+    directory = _input(inputs, key, hub, allow_download)
+    problem = load_model(directory or hub, allow_download=directory is None)
+    params = inner_parameters(problem.model)
+    folder, data_hub, splits = _PAPER_DATA[kind]
+    data = _input(inputs, folder, "the training data", allow_download)
     if kind == "vision":
-        train, test = _images(inputs, allow_download, problem)
+        train, test = _images(data, problem) if data else _hub_images(data_hub, splits, problem)
         return Subject(
-            title, "ImageNet", kind, problem.model, Classification(), train, test,
-            inner_parameters(problem.model), _PAPER_DAMPING,
-        )  # fmt: skip
+            title, "ImageNet", kind, problem.model, Classification(), train, test, params, _PAPER_DAMPING
+        )
     length = min(problem.context or _PASSAGE, _PASSAGE)
-    documents = _documents(inputs, allow_download).first(_DOCUMENTS)
+    records = open_records(data) if data else hub_dataset(data_hub, split=splits[0])
+    documents = records.first(_DOCUMENTS)
     return Subject(
         title, "OpenWebText", kind, problem.model, LanguageModeling(),
-        Passages(documents, problem.tokenizer, max_length=length, skip_empty=True), [],
-        inner_parameters(problem.model), _PAPER_DAMPING, tokenizer=problem.tokenizer,
-        note=f"the first {len(documents):,} documents",
+        Passages(documents, problem.tokenizer, max_length=length, skip_empty=True), [], params, _PAPER_DAMPING,
+        tokenizer=problem.tokenizer, note=f"the first {len(documents):,} documents",
     )  # fmt: skip
 
 
-_OR_FETCH = ", name another directory with --inputs, or allow fetching it (--allow-download)"
+def _input(inputs: Path | None, name: str, what: str, allow_download: bool) -> Path | None:
+    """A directory of the inputs, or None where it is to be fetched from the hub."""
+    if inputs is not None and (inputs / name).exists():
+        return inputs / name
+    if allow_download:
+        return None
+    place = f"directory of inputs with {name} in it" if inputs is None else f"directory {inputs / name}"
+    raise OptionError(
+        f"there is no {place}; put {what} there, name another directory with --inputs, or allow fetching it "
+        "(--allow-download)"
+    )
 
 
-def _below(inputs: Path | None, name: str) -> str:
-    return f"directory of inputs with {name} in it" if inputs is None else f"directory {inputs / name}"
+def _images(data: Path, problem: Problem) -> tuple[Any, Any]:
+    """Training and validation images of a directory."""
+    from whence.sources import open_images
+
+    parts = [data / part for part in ("train", "val") if (data / part).is_dir()] or [data]
+    read = partial(open_images, transform=problem.directory, labels=_classes(parts[0], problem))
+    return read(parts[0]), read(parts[-1])
 
 
-def _images(inputs: Path | None, allow_download: bool, problem: Problem) -> tuple[Any, Any]:
-    """ImageNet's training and validation images."""
+def _hub_images(hub: str, splits: tuple[str, ...], problem: Problem) -> tuple[Any, Any]:
+    """Training and validation images of the hub."""
     from whence.sources import hub_dataset, open_images
 
-    folder, hub, splits = _PAPER_DATA["vision"]
-    data = None if inputs is None else inputs / folder
-    if data is not None and data.exists():
-        parts = [data / part for part in ("train", "val") if (data / part).is_dir()] or [data]
-        read = partial(open_images, transform=problem.directory, labels=_classes(parts[0], problem))
-        return read(parts[0]), read(parts[-1])
-    if not allow_download:
-        raise OptionError(f"there is no {_below(inputs, folder)}; put the training data there{_OR_FETCH}")
     train, test = (
         open_images(
             hub_dataset(hub, split=split), transform=problem.directory, mode="RGB", labels=problem.labels
@@ -273,19 +263,6 @@ def _classes(train: Path, problem: Problem) -> Labels | None:
             f"{train} has {len(folders)} folders, the model {problem.num_labels} classes; put all of ImageNet's there"
         )
     return Labels(tuple(folders))
-
-
-def _documents(inputs: Path | None, allow_download: bool) -> Records:
-    """OpenWebText."""
-    from whence.sources import hub_dataset, open_records
-
-    folder, hub, (split,) = _PAPER_DATA["language"]
-    data = None if inputs is None else inputs / folder
-    if data is not None and data.exists():
-        return open_records(data)
-    if not allow_download:
-        raise OptionError(f"there is no {_below(inputs, folder)}; put the training data there{_OR_FETCH}")
-    return hub_dataset(hub, split=split)
 
 
 # --- by profile ------------------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ has it, with scikit-learn's logarithm, and without a weight; by the passages' le
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from reproduction.bag_of_words import (
+    COMMON,
     Documents,
     agreement,
     closed_form_influence,
@@ -23,15 +23,15 @@ from reproduction.bag_of_words import (
     tf_idf,
     topics,
 )
-from reproduction.finding import Finding, Profile, check_profile
+from reproduction.bench import Bench
+from reproduction.finding import Conclusion, number
 from whence.report.drawing import COLOURS, figure
-from whence.scoring.similarity import cosines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["run"]
+__all__ = ["conclude", "draw", "measure"]
 
 _LENGTHS = {"quick": (20, 50), "offline": (10, 20, 50, 100, 200, 400), "paper": (10, 20, 50, 100, 200, 400)}
 _MOST_PASSAGES = {"quick": 300, "offline": 1000, "paper": 1000}
@@ -41,248 +41,210 @@ _REFERENCE = 50  # tokens in a passage, where not said otherwise
 _CONDITION_NUMBERS = (20.0, 200.0, 2e3, 2e4, 2e5)
 _LARGEST_ERROR = 1e-8
 _AGREES = 0.9  # Pearson's correlation from which on influence counts as TF-IDF
-_COMMON = 0.1  # a word is common where |d|p exceeds this: DF ≈ |d|p is off by about 5% from here
-_SHOWN = 3000  # pairs in the scatter plot
+_SHOWN = 1500  # pairs in the scatter plot
 _NAMES = {"sqrt": "√(1/DF)", "scikit-learn": "log IDF (scikit-learn)", "tf": "TF alone"}
 
 
-def run(profile: Profile, *, generator: torch.Generator) -> tuple[Finding, Figure]:
-    """Compare influence with its closed form, and with TF-IDF on Python's language reference.
+# --- measuring -------------------------------------------------------------------------------------------
 
-    Args:
-        profile: ``"quick"`` for a few seconds; ``"offline"`` and ``"paper"`` for all lengths of passages.
-        generator: chooses the pairs that the figure shows; the numbers have no randomness.
-    """
-    check_profile(profile)
-    begin = time.perf_counter()
-    texts, most = topics(), _MOST_PASSAGES[profile]
-    small = Documents.of(passages(texts, 20, most=_SMALL[profile]))
-    lengths = {length: Documents.of(passages(texts, length, most=most)) for length in _LENGTHS[profile]}
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Influence against its closed form, and against TF-IDF; only the pairs to be shown are random."""
+    texts, most = topics(), _MOST_PASSAGES[bench.profile]
+    lengths = {n: Documents.of(passages(texts, n, most=most)) for n in _LENGTHS[bench.profile]}
     reference = lengths[_REFERENCE]
-    numbers = {
-        "library": _compare_with_library(small),
+    return {
+        "library": _compare_with_library(Documents.of(passages(texts, 20, most=_SMALL[bench.profile]))),
         "by_length": [{"length": length, **_compare(documents)} for length, documents in lengths.items()],
         "topics": _compare(Documents.of(texts)),
-        "by_damping": _by_damping(reference),
+        "by_damping": [
+            {"condition_number": kappa, **_compare(reference, largest_eigenvalue(reference.p) / kappa)}
+            for kappa in _CONDITION_NUMBERS
+        ],
         "by_frequency": _by_frequency(reference),
+        "pairs": _pairs(reference, bench.generator()),
     }
-    drawn = _draw(reference, numbers, generator)
-    finding = Finding(
-        name="tfidf",
-        title="Influence in a bag-of-words model is TF-IDF",
-        claim=(
-            "In a bag-of-words model, influence between documents of equal length |d| is, for λ → 0 and words with "
-            "|d|p ≪ 1, the TF-IDF similarity with the weight √(1/DF), up to a factor."
-        ),
-        measured=_measured(numbers),
-        holds=_verdict(numbers),
-        numbers=numbers,
-        profile=profile,
-        seconds=time.perf_counter() - begin,
-        errata=_errata(numbers),
-    )
-    return finding, drawn
 
 
 def _compare_with_library(documents: Documents) -> dict[str, Any]:
     """Largest errors of the closed form, and of the printed one, against the library's operator."""
     lambda_max = largest_eigenvalue(documents.p)
     dampings = [lambda_max / kappa for kappa in _CONDITION_NUMBERS]
-    errors, printed, largest = [], [], []
+    found: dict[str, list[float]] = {
+        "largest_error": [],
+        "largest_error_of_the_printed_formula": [],
+        "largest_score": [],
+    }
     for damping, library in zip(dampings, library_influence(documents, dampings), strict=True):
         exact = closed_form_influence(documents, damping)
-        wrong = closed_form_influence(documents, damping, printed_sign=True)
-        errors.append(float((library - exact).abs().max()))
-        printed.append(float((library - wrong).abs().max()))
-        largest.append(float(library.abs().max()))
+        printed = closed_form_influence(documents, damping, printed_sign=True)
+        for values, matrix in zip(found.values(), (library - exact, library - printed, library), strict=True):
+            values.append(float(matrix.abs().max()))
+    size = {"documents": len(documents.counts), "words": documents.counts.shape[1]}
+    return {**size, "condition_numbers": list(_CONDITION_NUMBERS), **found}
+
+
+def _compare(documents: Documents, damping: float = 0.0) -> dict[str, Any]:
+    """Influence, by default in the limit, against the three similarities."""
+    influence = closed_form_influence(documents, damping)
     return {
         "documents": len(documents.counts),
         "words": documents.counts.shape[1],
-        "condition_numbers": list(_CONDITION_NUMBERS),
-        "largest_error": errors,
-        "largest_error_of_the_printed_formula": printed,
-        "largest_score": largest,
+        "words_below_damping": float((documents.p < damping).double().mean()),
+        "tokens_of_common_words": float(documents.p[documents.common].sum()),
+        "agreement": {name: agreement(influence, other) for name, other in tf_idf(documents).items()},
     }
-
-
-def _compare(documents: Documents) -> dict[str, Any]:
-    """Influence in the limit against the three similarities; also both as cosines."""
-    influence = closed_form_influence(documents, 0.0)
-    similarities = tf_idf(documents)
-    expected = documents.p * documents.lengths.mean()
-    return {
-        "documents": len(documents.counts),
-        "words": documents.counts.shape[1],
-        "tokens_of_common_words": float(documents.p[expected > _COMMON].sum()),
-        "agreement": {name: agreement(influence, other) for name, other in similarities.items()},
-        "agreement_of_cosines": {
-            name: agreement(cosines(influence), cosines(other)) for name, other in similarities.items()
-        },
-    }
-
-
-def _by_damping(documents: Documents) -> list[dict[str, Any]]:
-    lambda_max, similarities = largest_eigenvalue(documents.p), tf_idf(documents)
-    rows = []
-    for kappa in (*_CONDITION_NUMBERS, None):
-        damping = 0.0 if kappa is None else lambda_max / kappa
-        influence = closed_form_influence(documents, damping)
-        rows.append(
-            {
-                "condition_number": kappa,
-                "damping": damping,
-                "words_below_damping": float((documents.p < damping).double().mean()),
-                "agreement": {name: agreement(influence, other) for name, other in similarities.items()},
-            }
-        )
-    return rows
 
 
 def _by_frequency(documents: Documents) -> dict[str, Any]:
     """Where the agreement is lost: by rare and common words alone, and by what DF would be for independent words."""
-    tf, p, df = documents.tf, documents.p, documents.df
+    tf, p, df, common = documents.tf, documents.p, documents.df, documents.common
     centred, length = tf - p, float(documents.lengths.mean())
-    common = length * p > _COMMON
-    parts: dict[str, Any] = {}
+    parts, ratios = {}, {}
     for name, kept in (("rare", ~common), ("common", common)):
         influence = (centred[:, kept] / p[kept]) @ centred[:, kept].T
         parts[name] = agreement(influence, (tf[:, kept] / df[kept]) @ tf[:, kept].T)
-    independent = 1 - (1 - p) ** length
-    parts["with_df_of_independent_words"] = agreement(
-        closed_form_influence(documents, 0.0), (tf / independent) @ tf.T
-    )
+        ratios[name] = float(df[kept].sum() / (length * p[kept].sum()))  # over tokens
+    independent = (tf / (1 - (1 - p) ** length)) @ tf.T
+    parts["with_df_of_independent_words"] = agreement(closed_form_influence(documents, 0.0), independent)
     return {
         "length": length,
         "common_words": int(common.sum()),
         "rare_words": int((~common).sum()),
-        "mean_df_over_expected_count": {  # over tokens
-            name: float(df[kept].sum() / (length * p[kept].sum()))
-            for name, kept in (("rare", ~common), ("common", common))
-        },
+        "mean_df_over_expected_count": ratios,
         "agreement": parts,
     }
 
 
-def _verdict(numbers: dict[str, Any]) -> bool:
-    found = _at_reference(numbers)["agreement"]
-    exact = max(numbers["library"]["largest_error"]) <= _LARGEST_ERROR
-    best = found["sqrt"]["pearson"] > max(found["scikit-learn"]["pearson"], found["tf"]["pearson"])
-    return bool(exact and best and found["sqrt"]["pearson"] >= _AGREES)
+def _pairs(documents: Documents, generator: torch.Generator) -> dict[str, list[float]]:
+    """Some pairs to be shown, both sides with their constants, so that they agree on the diagonal if DF = |d|p."""
+    length, common = float(documents.lengths[0]), documents.common.double()
+    similarity = length * tf_idf(documents)["sqrt"]
+    rows, columns = torch.triu_indices(len(similarity), len(similarity), 1)
+    shown = torch.randperm(len(rows), generator=generator)[:_SHOWN]
+    rows, columns = rows[shown], columns[shown]
+    alike = similarity[rows, columns] > 0  # pairs without a word in common are at zero on both sides
+    part = length * (documents.tf * common / documents.df) @ documents.tf.T / similarity
+    matrices = {
+        "similarity": similarity,
+        "influence_plus_one": closed_form_influence(documents, 0.0) + 1,
+        "part_of_common_words": part,
+    }
+    return {
+        name: [float(f"{x:.4g}") for x in matrix[rows, columns][alike].tolist()]
+        for name, matrix in matrices.items()
+    }
 
 
-def _at_reference(numbers: dict[str, Any]) -> dict[str, Any]:
-    return next(row for row in numbers["by_length"] if row["length"] == _REFERENCE)
+# --- what was found --------------------------------------------------------------------------------------
 
 
-def _measured(numbers: dict[str, Any]) -> str:
-    library, reference = numbers["library"], _at_reference(numbers)
-    shortest, longest = numbers["by_length"][0], numbers["by_length"][-1]
-    parts = numbers["by_frequency"]["agreement"]
-    ratio = numbers["by_frequency"]["mean_df_over_expected_count"]
+def _both(row: dict[str, float]) -> str:
+    return f"{row['pearson']:.3f} ({row['spearman']:.3f})"
+
+
+def _three(row: dict[str, Any]) -> str:
+    return "; ".join(f"{label} {_both(row['agreement'][name])}" for name, label in _NAMES.items())
+
+
+def conclude(numbers: dict[str, Any]) -> Conclusion:
+    """Whether the closed form is the library's, and TF-IDF with √(1/DF) nearest to influence, at 0.9 or more."""
+    library, lengths, frequency = numbers["library"], numbers["by_length"], numbers["by_frequency"]
+    error, score = max(library["largest_error"]), max(library["largest_score"])
+    reference = next(row for row in lengths if row["length"] == _REFERENCE)
     default = next(row for row in numbers["by_damping"] if row["condition_number"] == 200.0)
-
-    def both(row: dict[str, Any]) -> str:
-        return f"{row['pearson']:.3f} ({row['spearman']:.3f})"
-
-    def three(row: dict[str, Any]) -> str:
-        found = row["agreement"]
-        return (
-            f"√(1/DF) {both(found['sqrt'])}, scikit-learn's log IDF {both(found['scikit-learn'])}, TF alone "
-            f"{both(found['tf'])}"
-        )
-
-    return (
-        f"Through the library's operator, gradients and scores in float64, on {library['documents']} passages of "
-        f"{library['words']} different words: library and closed form differ by at most "
-        f"{max(library['largest_error']):.0e} in scores up to {max(library['largest_score']):.3g}, for λmax/λ from "
-        f"{library['condition_numbers'][0]:.0f} to {library['condition_numbers'][-1]:.0e}. On {reference['documents']} "
-        f"passages of {_REFERENCE} words from Python's language reference ({reference['words']:,} different ones), "
-        f"λ → 0, Pearson's (Spearman's) correlation with influence over all pairs: {three(reference)}. (The claim "
-        f"counts as holding if Pearson's is at least {_AGREES} and the largest of the three.) With √(1/DF) it is "
-        f"{both(shortest['agreement']['sqrt'])} for passages of {shortest['length']} words and "
-        f"{both(longest['agreement']['sqrt'])} for {longest['length']}, where common words (|d|p > {_COMMON}) are "
-        f"{shortest['tokens_of_common_words']:.0%} and {longest['tokens_of_common_words']:.0%} of the tokens. At "
-        f"{_REFERENCE} words, DF is on average {ratio['rare']:.2f} of |d|p for the tokens of rare words and "
-        f"{ratio['common']:.2f} for those of common ones, and the correlation {both(parts['rare'])} over rare words "
-        f"alone, {both(parts['common'])} over common ones alone; with 1 - (1-p)^|d| for DF, as if words did not "
-        f"cluster, {both(parts['with_df_of_independent_words'])}. The natural topics, of unequal lengths: "
-        f"{three(numbers['topics'])}. At λ = λmax/200, which exceeds the frequency of "
-        f"{default['words_below_damping']:.0%} of the words: {three(default)}."
+    found = reference["agreement"]
+    pearson = {name: found[name]["pearson"] for name in _NAMES}
+    best = pearson["sqrt"] >= _AGREES and pearson["sqrt"] > max(pearson["scikit-learn"], pearson["tf"])
+    parts, ratio = frequency["agreement"], frequency["mean_df_over_expected_count"]
+    return Conclusion(
+        title="Influence in a bag-of-words model is TF-IDF",
+        claim="In a bag-of-words model, influence between documents of equal length |d| is, for λ → 0 and words with "
+        "|d|p ≪ 1, the TF-IDF similarity with the weight √(1/DF), up to a factor.",
+        holds=bool(error <= _LARGEST_ERROR and best),
+        verdict=f"Over pairs of passages of {_REFERENCE} words influence correlates to {pearson['sqrt']:.3f} with "
+        f"TF-IDF of weight √(1/DF), to {pearson['scikit-learn']:.3f} with scikit-learn's logarithm, and to "
+        f"{pearson['tf']:.3f} without a weight.",
+        rows=(
+            *(
+                (
+                    f"{label}: correlation with influence, {_REFERENCE} words",
+                    "1, if |d|p ≪ 1" if name == "sqrt" else "not printed",
+                    f"{_both(found[name])}",
+                )
+                for name, label in _NAMES.items()
+            ),
+            *(
+                (
+                    f"√(1/DF), passages of {row['length']} words",
+                    "1, if |d|p ≪ 1",
+                    f"{_both(row['agreement']['sqrt'])}; common words are {row['tokens_of_common_words']:.0%} of the "
+                    "tokens",
+                )
+                for row in (lengths[0], lengths[-1])
+            ),
+            ("closed form less library, at most", "0", f"{number(error)}, scores are up to {number(score)}"),
+        ),
+        details=(
+            "Correlations are Pearson's (Spearman's) over all pairs, for λ → 0. The claim counts as holding if "
+            f"Pearson's is at least {_AGREES} with √(1/DF) and the largest of the three.",
+            f"Closed form against the library's operator, gradients and scores in float64: {library['documents']} "
+            f"passages of {library['words']} different words, λmax/λ from {number(library['condition_numbers'][0])} to "
+            f"{number(library['condition_numbers'][-1])}. On real text: {reference['documents']} passages of Python's "
+            f"language reference, {reference['words']:,} different words.",
+            f"Common words have |d|p > {COMMON}. At {_REFERENCE} words, DF is on average {ratio['rare']:.2f} of |d|p "
+            f"for the tokens of rare words and {ratio['common']:.2f} for those of common ones; the correlation is "
+            f"{_both(parts['rare'])} over rare words alone, {_both(parts['common'])} over common ones alone, and with "
+            "1 - (1-p)^|d| for DF, as if words did not cluster, "
+            f"{_both(parts['with_df_of_independent_words'])}.",
+            f"The natural topics, of unequal lengths: {_three(numbers['topics'])}.",
+            f"At λ = λmax/200, which exceeds the frequency of {default['words_below_damping']:.0%} of the words: "
+            f"{_three(default)}.",
+        ),
+        errata=(
+            "The rank-one term of (H + λ)⁻¹ has a plus: (I - rrᵀ)⁻¹ = I + rrᵀ/(1 - ‖r‖²), as the line above it says; "
+            "it is printed with a minus. The constant λ Σ p/(p+λ) is right. With the printed sign scores are off by "
+            f"up to {number(max(library['largest_error_of_the_printed_formula']))} here, where they are up to "
+            f"{number(score)}.",
+            "The limit is Σ TF·TF/p - 1: the gradients are TF - p, not TF. The constant does not change a correlation, "
+            "but it gives influence its sign: documents that share few words have a negative one.",
+            "The gradients are |d|(TF - p) and the Hessian |d|(Diag(p) - ppᵀ), as printed; the inverse is taken "
+            "without |d|, and the last formula leaves out both. With them it is |d| times as large.",
+            "That the rank-one term is O(λ) needs λ ≪ min p, not λ ≪ 1.",
+            "DF(d) = 1 - Pr(t ∉ d) is DF(t).",
+        ),
     )
 
 
-def _errata(numbers: dict[str, Any]) -> tuple[str, ...]:
-    library = numbers["library"]
-    return (
-        "The rank-one term of (H + λ)⁻¹ has a plus: (I - rrᵀ)⁻¹ = I + rrᵀ/(1 - ‖r‖²), as the line above it says; it is "
-        "printed with a minus. The constant λ Σ p/(p+λ) is right. With the printed sign scores are off by up to "
-        f"{max(library['largest_error_of_the_printed_formula']):.2g} here, where they are up to "
-        f"{max(library['largest_score']):.3g}.",
-        "The limit is Σ TF·TF/p - 1: the gradients are TF - p, not TF. The constant does not change a correlation, but "
-        "it gives influence its sign: documents that share few words have a negative one.",
-        "The gradients are |d|(TF - p) and the Hessian |d|(Diag(p) - ppᵀ), as printed; the inverse is taken without "
-        "|d|, and the last formula leaves out both. With them it is |d| times as large.",
-        "That the rank-one term is O(λ) needs λ ≪ min p, not λ ≪ 1.",
-        "DF(d) = 1 - Pr(t ∉ d) is DF(t).",
-    )
-
-
-# --- the figure --------------------------------------------------------------------------------------------------
-
-
-def _draw(documents: Documents, numbers: dict[str, Any], generator: torch.Generator) -> Figure:
+def draw(numbers: dict[str, Any]) -> Figure:
+    """Pairs of passages, and the correlations by length and by damping."""
+    pairs, lengths, damped = numbers["pairs"], numbers["by_length"], numbers["by_damping"]
     with figure(1, 3, width=4.9, height=4.4) as (drawn, panels):
-        _draw_pairs(panels[0], documents, generator)
-        lengths = [row["length"] for row in numbers["by_length"]]
-        _draw_agreement(panels[1], lengths, numbers["by_length"])
-        panels[1].set_xlabel("words in a passage, |d|")
-        panels[1].set_title("λ → 0, by the length of passages")
-        damped = [row for row in numbers["by_damping"] if row["condition_number"] is not None]
+        x, y = pairs["similarity"], pairs["influence_plus_one"]
+        points = panels[0].scatter(
+            x, y, c=pairs["part_of_common_words"], s=6, cmap="cividis", vmin=0, vmax=1, rasterized=True
+        )
+        ends = [min(x), max(y)]
+        panels[0].plot(ends, ends, color="black", linewidth=0.9, label="DF = |d| p")
+        panels[0].set(xscale="log", yscale="log", title=f"{len(x):,} pairs of passages of {_REFERENCE} words")
+        panels[0].set_xlabel("|d| · Σ TF·TF′/DF   (TF-IDF similarity)")
+        panels[0].set_ylabel("influence + 1 = Σ TF·TF′/p   (λ → 0)")
+        panels[0].legend(loc="upper left")
+        drawn.colorbar(points, ax=panels[0], label=f"part from common words (|d|p > {COMMON})", pad=0.01)
+        _draw_agreement(panels[1], [row["length"] for row in lengths], lengths)
+        panels[1].set(xlabel="words in a passage, |d|", title="λ → 0, by the length of passages")
         _draw_agreement(panels[2], [row["condition_number"] for row in damped], damped)
-        panels[2].set_xlabel("λmax / λ")
-        panels[2].set_title(f"passages of {_REFERENCE} words, by damping")
+        panels[2].set(xlabel="λmax / λ", title=f"passages of {_REFERENCE} words, by damping")
         panels[2].legend(loc="center", bbox_to_anchor=(0.5, 0.57), ncols=2)
         drawn.suptitle("Influence in a bag-of-words model of Python's language reference, and TF-IDF")
     return drawn
 
 
-def _draw_pairs(panel: Axes, documents: Documents, generator: torch.Generator) -> None:
-    """Both sides with their constants, so that they agree on the diagonal if DF = |d|p."""
-    rows, columns = torch.triu_indices(len(documents.counts), len(documents.counts), 1)
-    shown = torch.randperm(len(rows), generator=generator)[:_SHOWN]
-    length = float(documents.lengths[0])
-    influence = closed_form_influence(documents, 0.0)[rows[shown], columns[shown]] + 1
-    similarity = length * tf_idf(documents)["sqrt"][rows[shown], columns[shown]]
-    common = (length * documents.p > _COMMON).double()
-    part = length * (documents.tf * common / documents.df) @ documents.tf.T
-    share = part[rows[shown], columns[shown]] / similarity
-    alike = similarity > 0  # pairs without a word in common are at zero on both sides
-    points = panel.scatter(
-        similarity[alike],
-        influence[alike],
-        c=share[alike],
-        s=6,
-        cmap="cividis",
-        vmin=0,
-        vmax=1,
-        rasterized=True,
-    )
-    low, high = float(similarity[alike].min()), float(influence.max())
-    panel.plot([low, high], [low, high], color="black", linewidth=0.9, label="DF = |d| p")
-    panel.set_xscale("log")
-    panel.set_yscale("log")
-    panel.set_xlabel("|d| · Σ TF·TF′/DF   (TF-IDF similarity)")
-    panel.set_ylabel("influence + 1 = Σ TF·TF′/p   (λ → 0)")
-    panel.set_title(f"{int(alike.sum()):,} pairs of passages of {length:.0f} words")
-    panel.figure.colorbar(points, ax=panel, label="part from common words (|d|p > 0.1)", pad=0.01)
-    panel.legend(loc="upper left")
-
-
 def _draw_agreement(panel: Axes, where: Sequence[float], rows: Sequence[dict[str, Any]]) -> None:
     for colour, (name, label) in zip(COLOURS, _NAMES.items(), strict=False):
-        for measure, style in (("pearson", "o-"), ("spearman", "s--")):
-            values = [row["agreement"][name][measure] for row in rows]
-            shown = label if measure == "pearson" else None
+        for measured, style in (("pearson", "o-"), ("spearman", "s--")):
+            values = [row["agreement"][name][measured] for row in rows]
+            shown = label if measured == "pearson" else None
             panel.plot(where, values, style, color=colour, label=shown, linewidth=1.6 if shown else 1.0)
     panel.plot([], [], "o-", color="grey", label="Pearson")
     panel.plot([], [], "s--", color="grey", linewidth=1.0, label="Spearman")

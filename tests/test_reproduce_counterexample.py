@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from torch import Tensor, nn
 
 import conformance
 from reproduction import counterexample
+from reproduction.bench import Bench
+from reproduction.counterexample import statistics
 from reproduction.signed_inputs import (
-    Paths,
     Setting,
     SignedInputs,
     critical_batch,
@@ -196,35 +199,35 @@ def test_the_claims_about_the_bound_in_the_errata() -> None:
 
 def test_one_simulated_run_is_the_library_s_own_recurrence() -> None:
     for setting in (TINY, *counterexample.settings()[1]):
-        ours = simulate(setting, runs=1, generator=generator(3)).total
+        ours = simulate(setting, runs=1, generator=generator(3))[2]
         theirs = library_path(setting, generator(3))
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
-        assert not torch.allclose(ours[-1], simulate(setting, runs=1, generator=generator(4)).total[-1])
+        assert not torch.allclose(ours[-1], simulate(setting, runs=1, generator=generator(4))[2][-1])
 
 
 @pytest.mark.parametrize("setting", [TINY, replace(EVEN, batch_size=1)], ids=["tiny", "even"])
 def test_simulated_means_are_the_closed_forms(setting: Setting) -> None:
     runs = 20_000
-    paths = simulate(setting, runs=runs, generator=generator())
-    assert paths.resolved == setting.steps
+    along, squares, total = simulate(setting, runs=runs, generator=generator())
+    found = statistics(setting, along, squares)
+    assert found["mean_square"]["resolved_until"] == setting.steps
     for t in range(1, setting.steps + 1):
-        conformance.assert_mean(paths.squares[:, t], float(mean_square_path(setting)[t]), resolution=0.05)
+        conformance.assert_mean(squares[:, t], float(mean_square_path(setting)[t]), resolution=0.05)
         expected = float(mean_path(setting)[t].norm())
-        assert abs(float(paths.mean[t]) - expected) <= 4 * float(paths.mean_stderr[t])
+        assert abs(found["mean"]["simulated"][t] - expected) <= 4 * found["mean"]["stderr"][t]
         # Every coordinate, not only along the expected mean; ‖u‖² bounds each one's variance.
-        spread = (paths.square[t] / runs).sqrt()
-        assert float((paths.total[t] / runs - mean_path(setting)[t]).abs().max()) <= 4 * float(spread)
+        spread = (squares[:, t].mean() / runs).sqrt()
+        assert float((total[t] / runs - mean_path(setting)[t]).abs().max()) <= 4 * float(spread)
 
 
 def test_runs_in_several_chunks_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
     from reproduction import signed_inputs
 
-    whole = simulate(TINY, runs=50, generator=generator())
     monkeypatch.setattr(signed_inputs, "_CHUNK", 6 * 7)
-    pieces = simulate(TINY, runs=50, generator=generator())
-    assert pieces.along.shape == pieces.squares.shape == whole.squares.shape == (50, 5)
-    assert len(pieces.squares[:, 1].unique()) > 1
-    torch.testing.assert_close(torch.einsum("tn,tn->t", pieces.total, _directions(TINY)), pieces.along.sum(0))
+    along, squares, total = simulate(TINY, runs=50, generator=generator())
+    assert along.shape == squares.shape == (50, 5)
+    assert len(squares[:, 1].unique()) > 1
+    torch.testing.assert_close(torch.einsum("tn,tn->t", total, _directions(TINY)), along.sum(0))
     with pytest.raises(OptionError, match="at least 1"):
         simulate(TINY, runs=0, generator=generator())
 
@@ -242,50 +245,64 @@ def test_what_the_simulation_can_still_tell() -> None:
     squares[0, 2] = 1e3
     along = torch.ones(1000, 3, dtype=torch.float64)
     along[:, 1:] = torch.randn(1000, 2, generator=generator(), dtype=torch.float64) + torch.tensor([1.0, 0.0])
-    paths = Paths(replace(TINY, steps=2), along, squares, torch.zeros(3, 3, dtype=torch.float64))
-    assert paths.resolved == 1
-    assert paths.mean_resolved == 1
+    found = statistics(replace(TINY, steps=2), along, squares)
+    assert found["mean_square"]["resolved_until"] == 1
+    assert found["mean"]["resolved_until"] == 1
+    assert found["mean_square"]["share_of_the_largest_hundredth"] > 0.99
 
 
 # --- the finding -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[object, object]:
-    return counterexample.run("quick", generator=generator())
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return counterexample.measure(Bench("quick", tmp_path_factory.mktemp("counterexample")))
 
 
-def test_the_finding(found: tuple[object, object]) -> None:
-    finding, drawn = found
-    assert finding.holds is True
-    assert finding.numbers["largest_difference_from_library"] < 1e-12
-    first = finding.numbers["equal_eigenvalues"]
+def test_the_conclusion(numbers: dict[str, Any]) -> None:
+    conclusion = counterexample.conclude(numbers)
+    assert conclusion.holds is True
+    assert "grows at |B| = 7, grows at |B| = 15, falls at |B| = 31" in conclusion.verdict
+    assert len(conclusion.errata) == 5
+    assert numbers["largest_difference_from_library"] < 1e-12
+    first = numbers["equal_eigenvalues"]
     assert [row["batch_size"] <= row["lemma_bound"] for row in first] == [True, True, False]
     assert [row["growth_per_step"] > 1 for row in first] == [True, True, False]
-    middle = finding.numbers["unequal_eigenvalues"][1]
+    middle = numbers["unequal_eigenvalues"][1]
     assert middle["batch_size"] < middle["lemma_bound"]
     assert middle["largest_of_R"] > 1 > middle["growth_per_step"]
     assert middle["mean_square"]["simulated"][-1] < 1 < middle["mean_square"]["printed"][-1]
-    assert len(finding.errata) == 5
+    drawn = counterexample.draw(numbers)
     assert len(drawn.axes) == 4
     assert all(panel.get_xlabel() and panel.get_ylabel() for panel in drawn.axes)
 
 
 def test_the_verdict_follows_the_simulation() -> None:
-    """Paths that do not do what the lemma says, or cannot tell, change the verdict."""
+    """Runs that do not do what the lemma says, or cannot tell, change the verdict."""
     equal, _ = counterexample.settings()
-    paths = [simulate(setting, runs=2000, generator=generator(1)) for setting in equal]
-    assert counterexample._verdict(paths, 0.0) is True
-    assert counterexample._verdict(paths, 1e-3) is False
-    few = [replace(p, along=p.along[:20], squares=p.squares[:20]) for p in paths]
-    assert counterexample._verdict(few, 0.0) is None
-    shrunk = [replace(p, squares=p.squares * 0.8 ** torch.arange(17)) for p in paths]
-    assert counterexample._verdict(shrunk, 0.0) is False
+    runs = [(setting, *simulate(setting, runs=2000, generator=generator(1))[:2]) for setting in equal]
+
+    def verdict(rows: list[dict[str, Any]], difference: float = 0.0) -> bool | None:
+        return counterexample._verdict(
+            {"equal_eigenvalues": rows, "largest_difference_from_library": difference}
+        )
+
+    rows = [statistics(*run) for run in runs]
+    assert verdict(rows) is True
+    assert verdict(rows, 1e-3) is False
+    assert (
+        verdict([statistics(setting, along[:20], squares[:20]) for setting, along, squares in runs]) is None
+    )
+    shrinking = 0.8 ** torch.arange(17)
+    assert (
+        verdict([statistics(setting, along, squares * shrinking) for setting, along, squares in runs])
+        is False
+    )
 
 
-def test_an_unknown_profile_is_refused() -> None:
+def test_an_unknown_profile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="quick, offline, paper"):
-        counterexample.run("fast", generator=generator())
+        Bench("fast", tmp_path)  # type: ignore[arg-type]
 
 
 def test_the_measured_sampling_constant_is_below_one() -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from reproduction.finding import Finding
+from reproduction.finding import Finding, number, page, plus_minus, write
 from reproduction.provenance import provenance
-from reproduction.writing import read, read_provenance, summary, write
-from whence.errors import OptionError, RunDirectoryError, StorageError
+from whence.errors import OptionError, StorageError
 from whence.report.drawing import COLOURS, figure
+
+ORIGIN = {"cpu": "some <cpu>", "threads": "1", "commit": "abc"}
 
 
 def finding(**changes: Any) -> Finding:
@@ -25,12 +26,14 @@ def finding(**changes: Any) -> Finding:
         "name": "floor",
         "title": "The floor of the last iterate",
         "claim": "More steps do not help.",
-        "measured": "0.92 after 228 steps, 0.89 after 912.",
         "holds": True,
+        "verdict": "0.92 after 228 steps, 0.89 after 912.",
+        "rows": (("correlation", "not printed", "0.89"),),
+        "details": ("With λ = 5.",),
+        "errata": ("The factor 1/δ is lost.",),
         "numbers": {"correlation": [0.92, 0.89], "steps": [228, 912], "nothing": None},
         "profile": "quick",
         "seconds": 1.5,
-        "errata": ("The factor 1/δ is lost.",),
     }
     return Finding(**{**values, **changes})
 
@@ -44,55 +47,45 @@ def drawing() -> Any:
     return drawn
 
 
+@pytest.mark.parametrize("numbers", [{"x": math.nan}, {"x": {1, 2}}], ids=str)
+def test_numbers_that_json_cannot_hold_are_refused(numbers: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"plain Python numbers.*None for what is not a number"):
+        finding(numbers=numbers)
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("value", "stderr", "words"),
     [
-        ({"name": "../escape"}, "names files"),
-        ({"name": "Upper"}, "names files"),
-        ({"name": ""}, "names files"),
-        ({"claim": " "}, "claim"),
-        ({"measured": ""}, "measured"),
-        ({"holds": "yes"}, "True, False or None"),
-        ({"profile": "fast"}, "quick, offline, paper"),
-        ({"seconds": math.nan}, "duration"),
-        ({"seconds": -1.0}, "duration"),
-        ({"numbers": {"x": math.nan}}, "None for what is not a number"),
-        ({"numbers": {"x": {1, 2}}}, "plain Python numbers"),
-        ({"errata": ["a list"]}, "tuple"),
+        (0.0, 0.0, "0"),
+        (-1.271, 0.318, "-1.3 ± 0.3"),
+        (82.48, 14.5, "82 ± 14"),
+        (177123.0, 5000.0, "(1.77 ± 0.05)·10⁵"),
+        (2.0, 0.0, "2"),
     ],
-    ids=str,
 )
-def test_what_could_not_be_written_or_read_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        finding(**changes)
+def test_numbers_with_their_errors(value: float, stderr: float, words: str) -> None:
+    assert plus_minus(value, stderr) == words
 
 
-@pytest.mark.parametrize(
-    ("holds", "words"), [(True, "holds"), (False, "does not hold"), (None, "cannot be told from this run")]
-)
-def test_verdict_in_words(holds: bool | None, words: str) -> None:
-    assert finding(holds=holds).verdict == words
+def test_numbers_keep_three_digits() -> None:
+    values = (999.7, 1234.5, 99_960.0, 0.0326, -0.5, 3.2e-15)
+    assert [number(x) for x in values] == ["1,000", "1,230", "100,000", "0.0326", "-0.5", "3.2·10⁻¹⁵"]
 
 
-def test_written_findings_are_read_back_by_name(tmp_path: Path) -> None:
-    second = finding(name="averages", holds=None, errata=())
-    assert write(finding(), drawing(), tmp_path / "results") == tmp_path / "results" / "floor.json"
-    write(second, drawing(), tmp_path / "results")
-    assert read(tmp_path / "results") == [second, finding()]
-    names = {path.name for path in (tmp_path / "results").iterdir()}
-    assert names == {f"{n}.{e}" for n in ("floor", "averages") for e in ("json", "md", "png", "svg")}
-
-
-def test_numbers_come_with_where_they_are_from(tmp_path: Path) -> None:
-    write(finding(), drawing(), tmp_path)
-    written = json.loads((tmp_path / "floor.json").read_text())
-    assert written["finding"]["numbers"] == finding().numbers
-    found = written["provenance"]
-    assert found["seconds"] == 1.5
+def test_files_hold_the_finding_and_where_it_comes_from(tmp_path: Path) -> None:
+    origin = provenance()
+    write(finding(), drawing(), tmp_path / "results", provenance=origin)
+    assert {path.name for path in (tmp_path / "results").iterdir()} == {
+        f"floor.{e}" for e in ("json", "png", "svg")
+    }
+    written = json.loads((tmp_path / "results" / "floor.json").read_text())
+    assert written["numbers"] == finding().numbers
+    assert written["rows"] == [["correlation", "not printed", "0.89"]]
+    assert written["provenance"] == origin
     for name in ("date", "commit", "whence", "torch", "python", "cpu", "cores", "platform", "threads"):
-        assert name in found
-    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found["date"])
+        assert name in origin
+    assert origin["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", origin["date"])
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -109,19 +102,19 @@ def test_a_checkout_of_somebody_else_is_not_the_commit(
     installed = tmp_path / "provenance.py"
     installed.write_text("")
     monkeypatch.setattr(module, "__file__", str(installed))
-    assert provenance(0.0)["commit"] is None
+    assert provenance()["commit"] is None
     subprocess.run(["git", "-C", str(tmp_path), "add", "provenance.py"], check=True)
-    assert re.fullmatch(r"[0-9a-f]{12}-dirty", provenance(0.0)["commit"])
+    assert re.fullmatch(r"[0-9a-f]{12}-dirty", provenance()["commit"])
     subprocess.run(["git", "-C", str(tmp_path), *identity, "commit", "--quiet", "-m", "file"], check=True)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "kept.json").write_text("{}")
     subprocess.run(["git", "-C", str(tmp_path), "add", "results"], check=True)
-    assert re.fullmatch(r"[0-9a-f]{12}", provenance(0.0)["commit"])  # results are no change of the code
+    assert re.fullmatch(r"[0-9a-f]{12}", provenance()["commit"])  # results are no change of the code
 
 
 def test_the_same_figure_is_the_same_file(tmp_path: Path) -> None:
     for directory in ("first", "second"):
-        write(finding(), drawing(), tmp_path / directory)
+        write(finding(), drawing(), tmp_path / directory, provenance=ORIGIN)
     for kind in ("svg", "png"):
         first, second = ((tmp_path / d / f"floor.{kind}").read_bytes() for d in ("first", "second"))
         assert first == second
@@ -132,7 +125,7 @@ def test_the_same_figure_is_the_same_file(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_leaves_the_old_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(finding(), drawing(), tmp_path)
+    write(finding(), drawing(), tmp_path, provenance=ORIGIN)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     drawn = drawing()
 
@@ -141,77 +134,51 @@ def test_a_file_that_cannot_be_written_leaves_the_old_ones(
 
     monkeypatch.setattr(drawn, "savefig", full)
     with pytest.raises(StorageError, match="disk is full"):
-        write(finding(holds=False), drawn, tmp_path)
+        write(finding(holds=False), drawn, tmp_path, provenance=ORIGIN)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-    assert read(tmp_path) == [finding()]
-    assert path.is_file()
 
 
-def test_what_is_no_finding_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="not a directory"):
-        read(tmp_path / "missing")
-    assert read(tmp_path) == []
-    write(finding(), drawing(), tmp_path)
-    content = json.loads((tmp_path / "floor.json").read_text())
-    for change, message in (
-        ({"format": 99}, "format 99"),
-        ({"finding": 3}, "no finding"),
-        ({"finding": {**content["finding"], "extra": 1}}, "extra"),
-        ({"finding": {**content["finding"], "holds": "yes"}}, "True, False or None"),
-    ):
-        (tmp_path / "floor.json").write_text(json.dumps({**content, **change}))
-        with pytest.raises(RunDirectoryError, match=message):
-            read(tmp_path)
-    (tmp_path / "floor.json").write_text("{")
-    with pytest.raises(RunDirectoryError, match="cannot be read"):
-        read(tmp_path)
-
-
-def test_the_page_has_all_verdicts_first_and_every_figure() -> None:
+def test_the_page_has_all_verdicts_first_then_tables_and_figures_with_details_folded() -> None:
     findings = [finding(), finding(name="averages", holds=False), finding(name="other", holds=None)]
-    page = summary(findings)
-    table = [line for line in page.splitlines() if line.startswith("|")]
-    assert [row.split(" | ")[1] for row in table[2:]] == [
-        "holds",
-        "does not hold",
-        "cannot be told from this run",
-    ]
-    for one in findings:
-        assert f"({one.name}.svg)" in page
-        assert f'<a id="{one.name}"></a>' in page
-        assert page.index(f"](#{one.name})") < page.index(f'<a id="{one.name}">')
-    assert page.count("The factor 1/δ is lost.") == 3
+    text = page([(one, ORIGIN) for one in findings])
+    table = [line for line in text.split("<a id=")[0].splitlines() if line.startswith("|")]
+    assert [row.split(" | ")[1] for row in table[2:]] == ["holds", "does not hold", "cannot be told"]
+    for one, section in zip(findings, text.split("<a id=")[1:], strict=True):
+        assert section.startswith(f'"{one.name}"></a>')
+        shown, folded = section.split("<details>")
+        assert f"**{one.outcome.capitalize()}.** {one.verdict}" in shown
+        assert "| correlation | not printed | 0.89 |" in shown
+        assert f"({one.name}.svg)" in shown
+        assert "The factor 1/δ is lost." in folded
+        assert "With λ = 5." in folded
+        assert "at commit abc." in folded
+        assert folded.endswith("</details>\n") or "</details>\n\n" in folded
+    assert "with measurements kept since older." in page([(finding(), {**ORIGIN, "begun_at": "older"})])
 
 
-def test_the_page_says_where_numbers_come_from(tmp_path: Path) -> None:
-    """Once for what findings have in common, by name where they differ."""
-    write(finding(), drawing(), tmp_path)
-    write(finding(name="averages"), drawing(), tmp_path)
-    found = read_provenance(tmp_path)
-    page = summary(read(tmp_path), found)
-    assert page.count("Commit ") == 1
-    assert f"torch {found['floor']['torch']}" in page
-    assert "Times include measurements that several findings share" in page
-    write(finding(name="averages"), drawing(), tmp_path, begun_at="an-older-one")
-    page = summary(read(tmp_path), read_provenance(tmp_path))
-    assert "averages: Commit" in page
-    assert "partial results kept since an-older-one;" in page
+def test_the_page_is_what_a_reader_of_markdown_sees() -> None:
+    """Tables are tables, the details are not eaten by the block of HTML around them."""
+    from markdown_it import MarkdownIt
+
+    html = MarkdownIt("commonmark").enable("table").render(page([(finding(), ORIGIN)]))
+    assert html.count("<table>") == 2
+    assert "<td>0.89</td>" in html
+    assert "<li>With λ = 5.</li>" in html
+    assert '<img src="floor.svg"' in html
 
 
 def test_text_cannot_break_the_page() -> None:
     hostile = "a | b\n| c |\n# heading <script>alert(1)</script> *u* [x](javascript:1) `code` \\ $m$ &lt;"
-    page = summary([finding(title=hostile, claim=hostile, measured=hostile, errata=(hostile,))])
-    rows = [line for line in page.splitlines() if line.startswith("|")]
-    assert len(rows) == 3
-    for row in rows:
-        assert len(re.findall(r"(?<!\\)\|", row)) == 5
-    for line in page.splitlines():
+    texts = dict.fromkeys(("title", "claim", "verdict"), hostile)
+    one = finding(**texts, rows=((hostile,) * 3,), details=(hostile,), errata=(hostile,))
+    lines = page([(one, {**ORIGIN, "cpu": hostile})]).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == 6
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 4 for row in rows)
+    for line in lines[6:]:  # after what is said about the page itself
         for mark in ("<script>", "[x](", "`code`", "*u*", "$m$", "&lt;"):
             assert re.search(r"(?<!\\)" + re.escape(mark), line) is None
-    assert [line for line in page.splitlines() if line.startswith("#")] == [
-        "# Results",
-        next(line for line in page.splitlines() if line.startswith("## ")),
-    ]
+    assert [line[:3] for line in lines if line.startswith("#")] == ["# R", "## "]
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

