@@ -15,7 +15,7 @@ from reproduction.kept import write_json
 from whence.errors import OptionError
 from whence.report.drawing import save_figure
 from whence.runs.files import replace_file
-from whence.solvers.plan import format_duration
+from whence.units import format_duration
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -137,7 +137,8 @@ class Choice:
     def words(self) -> str:
         """Why this one, in a sentence or two."""
         best, *others = (self._priced(alternative) for alternative in self.alternatives)
-        return f"To reach a correlation of {self.accuracy:g} with the exact scores: {best}. Instead of: {'; '.join(others)}."
+        asked = f"To reach a correlation of {self.accuracy:g} with the exact scores"
+        return f"{asked}: {best}. Instead of: {'; '.join(others)}."
 
     def _priced(self, alternative: Alternative) -> str:
         passes = alternative.terms / self.num_terms
