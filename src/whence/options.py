@@ -1,5 +1,7 @@
-"""What can be asked of each command: one frozen dataclass is its keyword signature, its command line, its saved
-configuration and what a resumed run compares itself with. A new option is written once, here.
+"""What can be asked of each command.
+
+One frozen dataclass is a command's keyword signature, its command line, its saved configuration and what a resumed run
+compares itself with. A new option is written once, here.
 """
 
 from __future__ import annotations
@@ -196,7 +198,7 @@ class CleanOptions(RunOptions):
     )
     rank: int | None = option(
         None,
-        "Directions of the curvature's approximation: so many copies of the model. 32, or what half of the memory holds.",
+        "Directions of the curvature's approximation: so many copies of the model. 32, or what half of memory holds.",
         common=True,
     )
     exact_solves: int = option(
