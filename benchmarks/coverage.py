@@ -23,7 +23,7 @@ import whence
 from benchmarks.curves import correlation
 from benchmarks.problems import Problem, digits, exact_scores_of_digits, llama, resnet
 from benchmarks.timing import report, save
-from whence import ConjugateGradient, Damped, Estimate, Lissa, ParamVector, Plan, Refinement, Spectrum
+from whence import ConjugateGradient, Damped, Estimate, Lissa, ParamVector, Plan, Spectrum
 from whence.demo.digits import load_digits_with_flipped_labels
 from whence.preconditioners import LowRank, Preconditioned, nystrom
 from whence.progress import track
@@ -81,16 +81,6 @@ SOLVERS: dict[str, Callable[[Setting], Any]] = {
     "LiSSA": lambda setting: Lissa(setting.plan),
     "LiSSA through Nyström of rank 30": lambda setting: Lissa(
         setting.preconditioned_plan, preconditioner=setting.preconditioner
-    ),
-    "refinement": lambda setting: Refinement(
-        plan=setting.plan.replace(num_steps=-(-setting.plan.num_steps // 2)),
-        subset=setting.subset,
-        snapshot=False,
-    ),
-    "refinement with a snapshot": lambda setting: Refinement(
-        plan=setting.plan.replace(num_steps=-(-setting.plan.num_steps // 2)),
-        subset=setting.subset,
-        snapshot=True,
     ),
 }
 
