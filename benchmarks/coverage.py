@@ -70,12 +70,6 @@ class Setting:
         spectrum = whence.estimate_spectrum(changed, generator=torch.Generator().manual_seed(0))
         return Plan.preconditioned(spectrum, num_terms=self.damped.num_terms)
 
-    @property
-    def subset(self) -> int:
-        assert self.spectrum.density is not None
-        half = math.ceil(self.spectrum.density.dimension(self.damped.damping).value / 2)
-        return min(half, self.damped.num_terms // 2)
-
 
 SOLVERS: dict[str, Callable[[Setting], Any]] = {
     "LiSSA": lambda setting: Lissa(setting.plan),
