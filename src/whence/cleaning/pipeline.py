@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from whence.attribution.exhibits import Describe, describer
-from whence.attribution.pipeline import attribute, operator_identity
+from whence.attribution.job import operator_identity
+from whence.attribution.pipeline import attribute
 from whence.attribution.scored import half_width
 from whence.attribution.scores import part_of_minute
 from whence.cleaning.result import Cleaning, Harm
