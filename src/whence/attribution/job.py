@@ -99,9 +99,10 @@ def query_terms(queries: Any, gnh: GaussNewton) -> TermSet:
         )
     try:
         terms = TermSet(queries, gnh.task, gnh.network.device)
+        terms.expect_outputs(gnh.terms.width)
+        terms.look_through(len(terms))
     except DataError as error:
         raise DataError(f"the queries cannot be used: {error}") from error
-    terms.width = gnh.terms.width
     limit = _context(gnh.network.model) if isinstance(gnh.task, LanguageModeling) else None
     if limit is not None:
         for number in range(len(terms)):

@@ -96,7 +96,7 @@ class GaussNewton(LinearOperator):
         self.task = task
         self.terms = TermSet(data, task, self.network.device)
         pilot = self.terms.fetch(self.terms.longest(2))
-        self.terms.width = check_outputs(self.network, pilot)
+        self.terms.expect_outputs(check_outputs(self.network, pilot))
         self.terms.look_through(_EXAMPLES_CHECKED)
         check_determinism(self.network, pilot)
         self.micro_batch = micro_batch or fitting_micro_batch(self.network, pilot, memory=ACTIVATION_BUDGET)
