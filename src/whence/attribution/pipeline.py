@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from whence.preconditioners import LowRank, nystrom
 from whence.progress import Stopwatch
 from whence.runs import Run, environment
 from whence.scoring import Scorer
-from whence.solvers import Solver, Statistics
+from whence.solvers import Solution, Solver, Statistics
 from whence.solvers.auto import Alternative, Choice, choose, make_solver
 from whence.solvers.plan import Plan
 from whence.spectrum import Spectrum, estimate_spectrum
@@ -394,6 +395,13 @@ class Solved:
     stats: Statistics
     first_terms: int
 
+    @staticmethod
+    def of(solution: Solution | None, before: Solved | None) -> Solved:
+        """What was just found, after an earlier round where there was one."""
+        assert solution is not None  # else the run has it
+        first = solution.num_term_products if before is None else before.first_terms
+        return Solved(solution.chains, solution.stats, first)
+
     def joined(self, earlier: Solved, rounds: int) -> Solved:
         """This round of independent chains with those before."""
         chains, stats = earlier.chains + self.chains, self.stats.joined(earlier.stats, rounds)
@@ -406,25 +414,20 @@ class Solved:
 
 def solve(run: Run, job: Job, planned: Planned, asked: Asked, number: int, before: Solved | None) -> Solved:
     """One more round of solving: independent chains, joined with those before, or the same solve gone on with."""
-    solver, device = planned.solver, job.device
-
-    def compute() -> Solved:
-        seconds = job.options.checkpoint_seconds
-        journal = run.journal(f"solve-{number}", solver.state_type, seconds=seconds, device=device)
-        state = None
+    solver, device, name = planned.solver, job.device, f"solution-{number}"
+    solution = None
+    if not run.has(name):
+        seconds, state = job.options.checkpoint_seconds, None
         if number > 1 and not solver.independent:
             state = run.journal(f"solve-{number - 1}", solver.state_type, device=device).restore()
         solution = solver.further(number - 1).solve(
             Damped(job.gnh, planned.plan.damping),
             asked.gradients,
             generator=job.options.generator(2 if number == 1 else 99 + number),
-            journal=journal,
+            journal=run.journal(f"solve-{number}", solver.state_type, seconds=seconds, device=device),
             state=state,
         )
-        first = solution.num_term_products if before is None else before.first_terms
-        return Solved(solution.chains, solution.stats, first)
-
-    found = run.keep(f"solution-{number}", Solved, compute, operator=job.gnh, device=device)
+    found = run.keep(name, Solved, partial(Solved.of, solution, before), operator=job.gnh, device=device)
     return found.joined(before, number - 1) if before is not None and solver.independent else found
 
 
