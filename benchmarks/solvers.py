@@ -215,17 +215,24 @@ def _add(curve: Curve, solver: Any, race: Race, *, spent: float = 0.0, seconds: 
 # --- one problem ---------------------------------------------------------------------------------------------
 
 
-def compare_solvers(problem: Problem) -> dict[str, Any]:
-    """All methods on one problem."""
+def compare_solvers(problem: Problem, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+    """All methods on one problem; or the reference and `auto` alone, beside curves that were saved before."""
     spectrum = estimate_spectrum(problem.gnh, generator=torch.Generator().manual_seed(0))
     damped = Damped(problem.gnh, spectrum.lambda_max.value / problem.condition_number)
     block, reference, proven = to_the_end(problem, damped)
     race = Race(problem, damped, spectrum, reference)
-    curves = [block, *(preconditioned(race, rank, share) for rank, share in problem.ranks)]
-    curves += [by_layers(race)] if problem.layers else []
-    cheapest = min(point.terms for curve in curves if (point := curve.at_target()))
-    race = replace(race, limit=problem.limit * cheapest)
-    curves += [averaged(race), paper(race), auto(race)]
+    if saved is not None:
+        kept = [
+            Curve(**{**row, "points": [Point(**point) for point in row["points"]]}) for row in saved["curves"]
+        ]
+        curves = [block, *(curve for curve in kept if curve.method not in (BLOCK, AUTO))]
+    else:
+        curves = [block, *(preconditioned(race, rank, share) for rank, share in problem.ranks)]
+        curves += [by_layers(race)] if problem.layers else []
+        cheapest = min(point.terms for curve in curves if (point := curve.at_target()))
+        race = replace(race, limit=problem.limit * cheapest)
+        curves += [averaged(race), paper(race)]
+    curves.append(auto(race))
     found = {curve.method: curve for curve in curves}
     single = [point for name, curve in found.items() if name != AUTO and (point := curve.at_target())]
     fewest, fastest = min(point.terms for point in single), min(point.seconds for point in single)
@@ -301,15 +308,17 @@ _MARGINAL: dict[str, Callable[[int], Problem]] = {
 }
 
 
-def measure(part: str, *, only_marginal: bool) -> None:
+def measure(part: str, *, only_marginal: bool, only_auto: bool) -> None:
     """32 queries against one, then all problems of a part, shown; saved as they come, in place of what was there."""
     path = RESULTS / f"solvers_{part}.json"
     saved = json.loads(path.read_text())["results"] if path.exists() else {}
     rows = {row["name"]: row for row in saved.get("rows", [])}
-    margins = [marginal(_MARGINAL[part])] if part in _MARGINAL else []
+    margins = saved.get("marginal", [])
+    if part in _MARGINAL and not only_auto:
+        margins = [marginal(_MARGINAL[part])]
     save(path.stem, {"rows": list(rows.values()), "marginal": margins})
     for problem in () if only_marginal else _problems(part):
-        row = {**compare_solvers(problem), "commit": commit()}
+        row = {**compare_solvers(problem, rows.get(problem.name) if only_auto else None), "commit": commit()}
         rows[row["name"]] = row
         show(row)
         save(path.stem, {"rows": list(rows.values()), "marginal": margins})
@@ -337,11 +346,16 @@ def main() -> None:
         action="store_true",
         help="32 queries against one alone; saved results of the rest are kept",
     )
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="the reference and auto alone; saved curves of other methods are kept",
+    )
     options = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(1)
     for part in PARTS if options.which == "all" else (options.which,):
-        measure(part, only_marginal=options.marginal)
+        measure(part, only_marginal=options.marginal, only_auto=options.auto)
     found = [RESULTS / f"solvers_{part}.json" for part in PARTS]
     draw([row for path in found if path.exists() for row in json.loads(path.read_text())["results"]["rows"]])
 
