@@ -1,10 +1,18 @@
 """The pages of docs/ keep up with the code: what docstrings and pages point to is there."""
 
 import re
+import traceback
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import whence
+from whence.cli.inputs import InputOptions
+from whence.options import CleanOptions, Options
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -55,3 +63,27 @@ def test_links_lead_to_files_and_headings(page: Path):
         if not target.exists() or (fragment and fragment not in map(anchor, headings(target))):
             missing.append(link)
     assert missing == []
+
+
+def test_the_walk_is_the_stack_of_a_forward_pass():
+    page = (ROOT / "docs/walk.md").read_text()
+    told = [tuple(line.split()) for line in re.search(r"(?ms)^```stack\n(.*?)^```", page)[1].splitlines()]
+    seen = set()
+
+    def note(module, inputs):
+        frames = [frame for frame in traceback.extract_stack() if "/src/whence/" in frame.filename]
+        seen.add(tuple((frame.filename.partition("/src/whence/")[2], frame.name) for frame in frames))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
+    model.register_forward_pre_hook(note)
+    train = [(torch.randn(4), i % 3) for i in range(60)]
+    whence.attribute(model, train, train[:1], task=whence.Classification(), solver="cg")
+    assert tuple(told) in seen
+
+
+@pytest.mark.parametrize("options", [InputOptions, Options, CleanOptions], ids=lambda cls: cls.__name__)
+def test_every_option_of_the_command_line_is_explained(options: type):
+    page = (ROOT / "docs/command-line.md").read_text()
+    names = [f"--{field.name.replace('_', '-')}" for field in fields(options) if field.name != "model"]
+    assert [name for name in names if f"`{name}`" not in page] == []
