@@ -23,7 +23,7 @@ import whence
 from benchmarks.curves import correlation
 from benchmarks.problems import Problem, digits, exact_scores_of_digits, llama, resnet
 from benchmarks.timing import report, save
-from whence import ConjugateGradient, Damped, Estimate, Lissa, ParamVector, Plan, Refinement, Spectrum
+from whence import ConjugateGradient, Damped, Estimate, Lissa, ParamVector, Plan, Spectrum
 from whence.demo.digits import load_digits_with_flipped_labels
 from whence.preconditioners import LowRank, Preconditioned, nystrom
 from whence.progress import track
@@ -70,27 +70,11 @@ class Setting:
         spectrum = whence.estimate_spectrum(changed, generator=torch.Generator().manual_seed(0))
         return Plan.preconditioned(spectrum, num_terms=self.damped.num_terms)
 
-    @property
-    def subset(self) -> int:
-        assert self.spectrum.density is not None
-        half = math.ceil(self.spectrum.density.dimension(self.damped.damping).value / 2)
-        return min(half, self.damped.num_terms // 2)
-
 
 SOLVERS: dict[str, Callable[[Setting], Any]] = {
     "LiSSA": lambda setting: Lissa(setting.plan),
     "LiSSA through Nyström of rank 30": lambda setting: Lissa(
         setting.preconditioned_plan, preconditioner=setting.preconditioner
-    ),
-    "refinement": lambda setting: Refinement(
-        plan=setting.plan.replace(num_steps=-(-setting.plan.num_steps // 2)),
-        subset=setting.subset,
-        snapshot=False,
-    ),
-    "refinement with a snapshot": lambda setting: Refinement(
-        plan=setting.plan.replace(num_steps=-(-setting.plan.num_steps // 2)),
-        subset=setting.subset,
-        snapshot=True,
     ),
 }
 

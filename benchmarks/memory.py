@@ -160,8 +160,9 @@ def measure(case: Case, layers: int, width: int, steps: int) -> dict[str, Any]:
     solver = Lissa(plan, average=case.average, tail=1.0, recover=False)
 
     def advance() -> None:
-        if solver.advance(solver.start(system, rhs, seed=0), system, rhs, plan) is not None:
-            raise RuntimeError(f"{case.name}: the chain diverged")
+        state = solver.begin(system, rhs, generator=generator)
+        while not solver.done(state):
+            solver.step(system, rhs, state)
 
     def solve() -> None:
         solver.solve(system, rhs, generator=generator)

@@ -24,10 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from whence.attribution.forecast import count_passes
-from whence.attribution.kronecker import kronecker
-from whence.attribution.settings import Settings
-from whence.solvers.choice import choose, make_solver
 
 from benchmarks.curves import AUTO, TARGET, Curve, Point, correlation, draw, show
 from benchmarks.problems import Problem, digits, llama, million, resnet
@@ -39,24 +35,19 @@ from whence import (
     Lissa,
     ParamVector,
     Plan,
-    Refinement,
     Spectrum,
     attribute,
     estimate_spectrum,
     keep_freed_memory,
 )
+from whence.attribution.cost import count_passes
 from whence.demo.text import EPOCHS
 from whence.preconditioners import nystrom
 from whence.preconditioners.ekfac import Ekfac, ekfac
-from whence.runs import Run
+from whence.solvers.auto import choose, make_solver
 
 PARTS = ("digits", "llama", "resnet", "million")
-PAPER, AVERAGED, REFINED, BLOCK = (
-    "LiSSA, paper's plan, last iterate",
-    "LiSSA, averaged, 4 chains",
-    "subset solves, refined",
-    "block CG",
-)
+PAPER, AVERAGED, BLOCK = "LiSSA, paper's plan, last iterate", "LiSSA, averaged, 4 chains", "block CG"
 
 
 @dataclass(frozen=True)
@@ -100,15 +91,15 @@ def to_the_end(problem: Problem, damped: Damped) -> tuple[Curve, Tensor, float]:
 
     # scores are watched, and do not decide: an error of 1e-9 is never reached
     solver = ConjugateGradient(tolerance=problem.proven, score_error=1e-9, max_iterations=400, verify=True)
-    exact = solver.solve(damped, problem.rhs, generator=torch.Generator(), on_iteration=watch)
+    exact = solver.solve(damped, problem.rhs, generator=torch.Generator(), on_step=watch)
     assert exact.certificate is not None
-    assert exact.score_rms is not None
+    assert exact.stats.score_rms is not None
     reference = problem.scores(exact.value)
     points = [
         Point(terms, seconds, correlation(found, reference), expected)
         for terms, seconds, found, expected in passed
     ]
-    return Curve(BLOCK, points), reference, float((exact.certificate.upper / exact.score_rms).max())
+    return Curve(BLOCK, points), reference, float((exact.certificate.upper / exact.stats.score_rms).max())
 
 
 def preconditioned(race: Race, rank: int, share: float) -> Curve:
@@ -150,7 +141,7 @@ def _iterate(race: Race, name: str, preconditioner: Any, spent: float, begun: fl
         return reached > race.problem.enough
 
     solver = ConjugateGradient(score_error=1e-9, preconditioner=preconditioner, verify=False)
-    solver.solve(race.damped, race.problem.rhs, generator=torch.Generator(), on_iteration=watch)
+    solver.solve(race.damped, race.problem.rhs, generator=torch.Generator(), on_step=watch)
     return curve
 
 
@@ -181,50 +172,30 @@ def averaged(race: Race) -> Curve:
     return curve
 
 
-def refined(race: Race) -> Curve:
-    """Subsets of about d(λ)/2 terms, and paths from an eighth of LiSSA's."""
-    curve = Curve(REFINED)
-    assert race.spectrum.density is not None
-    subset = min(
-        math.ceil(race.spectrum.density.dimension(race.damped.damping).value / 2), race.damped.num_terms // 2
-    )
-    shortest = Plan.tuned(race.spectrum, race.damped.damping, num_terms=race.damped.num_terms, refine=1.0)
-    for length in (0.125, 0.25, 0.5, 1.0, 2.0):
-        plan = shortest.replace(num_steps=max(2, math.ceil(length * shortest.num_steps)))
-        if not curve.affords(plan, race.limit):
-            break
-        _add(curve, Refinement(plan=plan, subset=subset), race)
-        if not curve.points or curve.points[-1].correlation >= TARGET:
-            break
-    return curve
-
-
 def auto(race: Race) -> Curve:
     """What `choose` takes when it is asked for the target."""
     queries = race.problem.rhs.columns or 1
     options: dict[str, Any] = {"num_terms": race.damped.num_terms, "accuracy": TARGET, "chains": 4}
     choice = choose(
-        race.spectrum, race.damped.damping, queries=queries, passes=count_passes(race.problem.gnh, queries),
-        generator=torch.Generator().manual_seed(0), **options,
-    )  # fmt: skip
-    best, begun, gnh = choice.best, process_time(), race.problem.gnh
-    settings = Settings(accuracy=TARGET, damping=race.damped.damping)
-    trial = kronecker(Run(None, {}), gnh, settings, best, queries=queries, damping=race.damped.damping)
-    preconditioner: Any = trial.preconditioner
-    spent = 5 * trial.terms * (trial.without + trial.with_it) / (1 + 4 * queries)
-    if trial.preconditioner is not None:
-        spent += _of_ekfac(race, trial.preconditioner)
-    elif best.rank:
+        race.spectrum,
+        race.damped.damping,
+        queries=queries,
+        passes=count_passes(race.problem.gnh, queries),
+        **options,
+    )
+    best, begun, spent = choice.best, process_time(), 0.0
+    preconditioner = None
+    if best.rank:
         generator = torch.Generator().manual_seed(0)
         preconditioner = nystrom(
-            gnh, race.damped.damping, rank=best.rank, terms=best.rank_terms, generator=generator
+            race.problem.gnh, race.damped.damping, rank=best.rank, terms=best.rank_terms, generator=generator
         ).shrunk()
-        spent += preconditioner.num_term_products / queries
-    curve = Curve(AUTO, note=choice.words() + trial.words)
-    solver = make_solver(
-        best, race.spectrum, race.damped.damping, preconditioner=preconditioner,
-        keep_basis=trial.preconditioner is not None, verify=False, **options,
-    )  # fmt: skip
+        spent = preconditioner.num_term_products / queries
+    plan = Plan.tuned(
+        race.spectrum, race.damped.damping, num_terms=race.damped.num_terms, refine=choice.of("lissa").refine
+    )
+    solver = make_solver(best, plan, accuracy=TARGET, preconditioner=preconditioner, verify=False)
+    curve = Curve(AUTO, note=choice.words())
     _add(curve, solver, race, spent=spent, seconds=process_time() - begun)
     return curve
 
@@ -254,7 +225,7 @@ def compare_solvers(problem: Problem) -> dict[str, Any]:
     curves += [by_layers(race)] if problem.layers else []
     cheapest = min(point.terms for curve in curves if (point := curve.at_target()))
     race = replace(race, limit=problem.limit * cheapest)
-    curves += [averaged(race), refined(race), paper(race), auto(race)]
+    curves += [averaged(race), paper(race), auto(race)]
     found = {curve.method: curve for curve in curves}
     single = [point for name, curve in found.items() if name != AUTO and (point := curve.at_target())]
     fewest, fastest = min(point.terms for point in single), min(point.seconds for point in single)

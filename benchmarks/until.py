@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 from scipy.stats import binomtest
-from whence.attribution.stopping import top_is_separated
 
 import whence
 from benchmarks.problems import exact_scores_of_digits
 from benchmarks.timing import RESULTS, report, save
 from reproduction.provenance import commit
 from whence import Classification
+from whence.attribution.ranking import top_is_separated
 from whence.demo.digits import load_digits_with_flipped_labels, train_digits
 from whence.errors import WhenceWarning
 from whence.progress import track
 
 #: Solver, λ, accuracy of the first round: LiSSA's cost grows with λmax/λ, so it is asked at a larger λ.
-SETTINGS = (("auto", "auto", 0.995), ("lissa", "lambda_max/20", 0.99), ("refinement", "lambda_max/20", 0.99))
+SETTINGS = (("auto", "auto", 0.995), ("lissa", "lambda_max/20", 0.99))
 
 
 def runs(solver: Any, damping: str, accuracy: float, count: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def main() -> None:
         task=whence.Classification(),
         params=lambda name: "bn" not in name and "shortcut.1" not in name,  # BatchNorm stays as it is
         damping="lambda_max/20",
-        lanczos_terms=1000,
+        spectrum_terms=1000,
         class_names=CLASSES,
         title="What made the network misclassify these images?",
         run_dir=options.output,

@@ -60,7 +60,7 @@ def main() -> None:
         task=whence.LanguageModeling(),
         params=["model.layers.*"],  # embeddings and head stay as they are
         damping="lambda_max/20",
-        lanczos_terms=1024,
+        spectrum_terms=1024,
         title="Which speech did these completions come from?",
         run_dir=output / "run",
     )

@@ -49,7 +49,7 @@ class DampingOutlook:
     plan: Plan
     dimension: Estimate
     second_dimension: Estimate
-    iterations: float
+    iterations: int
 
     @property
     def name(self) -> str:
@@ -119,8 +119,7 @@ class DampingForecast:
         sentences = [
             f"What a smaller λ costs: from {first.name} to {last.name} LiSSA goes through {_figure(self.passes[0])} to "
             f"{_figure(self.passes[-1])} passes over the data, about as λmax/λ; conjugate gradients, for "
-            f"{_queries(self.queries)}, take {_figure(first.iterations)} to {_figure(last.iterations)} "
-            "iterations of a pass each.",
+            f"{_queries(self.queries)}, take {first.iterations} to {last.iterations} iterations of a pass each.",
             f"What it changes: the effective dimension d(λ), the directions in which the data decide and not λ, goes "
             f"from {_figure(first.dimension.value)} to {_figure(last.dimension.value)} of "
             f"{self.density.num_parameters:,}. At the chosen {own.name} scores should correlate to {ends[0]:.2f} with "
@@ -199,7 +198,7 @@ class DampingForecast:
                     f"{terms:,}",
                     _figure(passes),
                     lissa_time,
-                    _figure(outlook.iterations),
+                    f"{outlook.iterations:,}",
                     cg_time,
                     f"{following:.3f}".replace("nan", "–"),
                     f"{float(self.agreement[i, self.chosen]):.3f}",
@@ -262,7 +261,7 @@ def forecast_dampings(
             plan=Plan.tuned(spectrum, value, num_terms=num_terms, chains=chains, refine=refine),
             dimension=density.dimension(value),
             second_dimension=density.second_dimension(value),
-            iterations=spectrum.cg_iterations(value, queries, tolerance=tolerance),
+            iterations=math.ceil(spectrum.cg_iterations(value, queries, tolerance=tolerance)),
         )
         for value in values
     )

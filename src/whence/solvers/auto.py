@@ -6,8 +6,8 @@ the scores, relative to their size, for which the proven error may be 2ε:
 *Conjugate gradients* take ``n·K`` terms, ``K = ½ √(1 + λ_q/λ) · ln(2/2ε)``: a block of q columns converges as if the
 q - 1 largest eigenvalues were not there (`Spectrum.cg_iterations`).
 
-*With a low-rank preconditioner* of rank r = 16, made from a tenth of the terms, λ_{q+r/2} takes the place of λ_q;
-making it is r products of one column over that tenth.
+*With a low-rank preconditioner* of rank r = 16, made from a tenth of the terms, λ_{q+r/2} takes the place of λ_q, and
+an iteration is lost to the terms that it has not seen; making it is r products of one column over that tenth.
 
 *LiSSA* takes ``m·T·|B|`` terms: the paper's plan, and at least ``2·C·d₂(λ)/ε²`` for the error that was asked for. This
 does not depend on n.
@@ -212,7 +212,7 @@ def choose(
     ]
     made_from = math.ceil(_SHARE * n)
     if made_from >= _RANK:
-        K = math.ceil(spectrum.cg_iterations(damping, queries, tolerance=tolerance, deflated=_RANK // 2))
+        K = 1 + math.ceil(spectrum.cg_iterations(damping, queries, tolerance=tolerance, deflated=_RANK // 2))
         # a product of k columns is 1 + 4k forwards: the queries of an iteration share the one, and so do its columns
         making = made_from * _RANK * (1 + 4 * _COLUMNS) / _COLUMNS / (1 + 4 * queries)
         found.append(
