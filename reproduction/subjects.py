@@ -70,7 +70,7 @@ class Subject:
     def operator(self, *, product: Product = "auto", uniform: bool = False) -> GaussNewton:
         """The Gauss-Newton Hessian over the training data; ``uniform`` draws batches with equal chances anyhow."""
         gnh = GaussNewton(self.model, self.task, self.train, params=self.params.__contains__, product=product)
-        gnh.terms.importance = None if uniform else self.importance
+        gnh.terms.draw_by(None if uniform else self.importance)
         return gnh
 
 

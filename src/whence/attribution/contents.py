@@ -10,7 +10,7 @@ from whence.attribution.ranking import Row
 from whence.errors import OptionError
 from whence.exhibit import Exhibit
 from whence.report.content import Entry, Question, Report, Trust
-from whence.runs.files import replace_file
+from whence.runs.files import write_bytes
 from whence.spectrum import Estimate
 
 if TYPE_CHECKING:
@@ -85,14 +85,10 @@ def write_page(page: str, path: str | Path, *, example: str = "report.html") -> 
         OptionError: ``path`` is a directory.
         StorageError: the file cannot be written, as on a full disk; what was there before is still there.
     """
-    target, data = Path(path), page.encode("utf-8")
+    target = Path(path)
     if target.is_dir():
         raise OptionError(f"{target} is a directory; give the file's name too, such as {target / example}")
-
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(data)
-
-    replace_file(target, write)
+    write_bytes(target, page.encode("utf-8"))
     return target
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from torch import Tensor, nn
 
 from whence.attribution.cost import count_passes, curvature_pays
 from whence.attribution.exhibits import Describe, describer
-from whence.attribution.ranking import rank_examples, top_is_separated
+from whence.attribution.job import Candidates, Job, check_own_solver, query_terms, scored_positions
+from whence.attribution.ranking import ends_of_rankings, top_is_separated
 from whence.attribution.result import Attribution, Solve, load
 from whence.attribution.scored import Scored
-from whence.attribution.scores import Scores, directions, score_parts
-from whence.errors import DataError, OptionError
+from whence.attribution.scores import Scores, directions, score_parts, token_shares
+from whence.errors import DataError
 from whence.exhibit import Exhibit
-from whence.model.data import TermSet
 from whence.model.gauss_newton import GaussNewton
 from whence.model.importance import Importance, measure_importance
 from whence.model.memory import half_of_memory
@@ -34,23 +35,18 @@ from whence.model.selection import ParameterFilter
 from whence.operators import Damped
 from whence.options import Options, Until, chosen_options, takes
 from whence.preconditioners import LowRank, nystrom
-from whence.progress import Stopwatch, track
+from whence.progress import Stopwatch
 from whence.runs import Run, environment
-from whence.runs.fingerprint import of_data, of_model, of_value
 from whence.scoring import Scorer
-from whence.solvers import Solver, Statistics
+from whence.solvers import Solution, Solver, Statistics
 from whence.solvers.auto import Alternative, Choice, choose, make_solver
 from whence.solvers.plan import Plan
-from whence.sources.candidates import Shortlist
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.tasks import LanguageModeling, Task
 from whence.tasks.categorical import CategoricalTask
 from whence.vectors import ParamVector
 
-__all__ = ["Candidates", "attribute", "operator_identity"]
-
-#: Positions, or a shortlist that says how it was chosen.
-Candidates = Shortlist | Sequence[int] | Tensor
+__all__ = ["attribute"]
 
 
 @takes(Options)
@@ -108,7 +104,7 @@ def attribute(
     """
     own = given.pop("solver") if isinstance(given.get("solver"), Solver) else None
     chosen = chosen_options(Options, options, given)
-    _check_own_solver(own, given)
+    check_own_solver(own, given)
     gnh = GaussNewton(
         model,
         task,
@@ -117,10 +113,10 @@ def attribute(
         product=chosen.product,  # type: ignore[arg-type]  # checked
         micro_batch=chosen.micro_batch,
     )
-    positions, not_scored = _choose(candidates, len(gnh.terms))
+    positions, not_scored = scored_positions(candidates, len(gnh.terms))
     job = Job(
         gnh=gnh,
-        queries=_questions(queries, gnh),
+        queries=query_terms(queries, gnh),
         positions=positions,
         not_scored=not_scored,
         options=chosen,
@@ -157,114 +153,6 @@ def attribute(
         for earlier in range(1, number + 1):  # the ways there are not needed any more
             run.journal(f"solve-{earlier}", plan.solver.state_type).clear()
         return result
-
-
-# --- what is asked -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything that the steps work on, checked."""
-
-    gnh: GaussNewton
-    queries: TermSet
-    positions: Tensor
-    not_scored: str
-    options: Options
-    own_solver: Solver[Any] | None
-    show_query: Callable[[int], Exhibit]
-    show_example: Callable[[int], Exhibit]
-    class_names: Sequence[str] | None
-
-    def identity(self) -> dict[str, str]:
-        """What the run is about, for recognising its directory."""
-        return {
-            **operator_identity(self.gnh),
-            "queries": f"{len(self.queries)} {of_data(self.queries.data)}",
-            "candidates": f"{len(self.positions)} {of_value(self.positions)}" if self.not_scored else "all",
-            "own solver": "" if self.own_solver is None else repr(self.own_solver),
-        }
-
-    @property
-    def device(self) -> torch.device:
-        """Where vectors live."""
-        return self.gnh.network.device
-
-
-def operator_identity(gnh: GaussNewton) -> dict[str, str]:
-    """Which model, task, data and parameters a run is about."""
-    names = list(gnh.network.parameters)
-    return {
-        "model": f"{type(gnh.network.model).__name__} {of_model(gnh.network.model)}",
-        "task": type(gnh.task).__name__,
-        "train": f"{len(gnh.terms)} examples {of_data(gnh.terms.data)}",
-        "params": f"{len(names)} tensors, {gnh.num_parameters} parameters {of_value(names)}",
-    }
-
-
-def _check_own_solver(solver: Solver[Any] | None, given: dict[str, Any]) -> None:
-    plan = None if solver is None else solver.made_for()
-    if plan is None:
-        return
-    if given.get("damping", "auto") not in ("auto", plan.damping):
-        raise OptionError(
-            f"damping is {given['damping']}, the solver's plan was made for {plan.damping}; give one of them"
-        )
-    if plan.chains < 2:
-        raise OptionError(
-            f"chains is {plan.chains}; error bars need at least 2 independent chains (4 by default)"
-        )
-
-
-def _questions(queries: Any, gnh: GaussNewton) -> TermSet:
-    if isinstance(queries, (dict, tuple, Tensor, nn.Module)):
-        raise DataError(
-            f"queries are a {type(queries).__name__}; give a list of examples, even if there is only one: [query]"
-        )
-    try:
-        terms = TermSet(queries, gnh.task, gnh.network.device)
-    except DataError as error:
-        raise DataError(f"the queries cannot be used: {error}") from error
-    terms.width = gnh.terms.width
-    limit = _context(gnh.network.model) if isinstance(gnh.task, LanguageModeling) else None
-    if limit is not None:
-        for number in range(len(terms)):
-            length = terms.fetch(torch.tensor([number])).targets.shape[1]
-            if length > limit:
-                raise DataError(
-                    f"query {number} has {length} tokens, the model's context holds {limit}; shorten its prompt"
-                )
-    return terms
-
-
-def _context(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
-
-
-def _choose(candidates: Candidates | None, examples: int) -> tuple[Tensor, str]:
-    """Positions to score, and what is left out, in words."""
-    if candidates is None:
-        return torch.arange(examples), ""
-    given = candidates.positions if isinstance(candidates, Shortlist) else candidates
-    positions = torch.as_tensor(given, dtype=torch.long).flatten().unique()
-    if len(positions) == 0:
-        raise OptionError("the list of candidates is empty; give at least one, or None for all examples")
-    if int(positions[0]) < 0 or int(positions[-1]) >= examples:
-        wrong = int(positions[0]) if int(positions[0]) < 0 else int(positions[-1])
-        raise OptionError(
-            f"candidate {wrong} does not exist: the training data are numbered 0..{examples - 1}"
-        )
-    if len(positions) == examples:
-        return positions, ""
-    if isinstance(candidates, Shortlist):
-        return positions, candidates.describe()
-    left = f"{len(positions):,} of {examples:,} examples were scored, as asked for; the others have no score"
-    return positions, left
 
 
 # --- queries -------------------------------------------------------------------------------------------------
@@ -507,6 +395,13 @@ class Solved:
     stats: Statistics
     first_terms: int
 
+    @staticmethod
+    def of(solution: Solution | None, before: Solved | None) -> Solved:
+        """What was just found, after an earlier round where there was one."""
+        assert solution is not None  # else the run has it
+        first = solution.num_term_products if before is None else before.first_terms
+        return Solved(solution.chains, solution.stats, first)
+
     def joined(self, earlier: Solved, rounds: int) -> Solved:
         """This round of independent chains with those before."""
         chains, stats = earlier.chains + self.chains, self.stats.joined(earlier.stats, rounds)
@@ -519,25 +414,20 @@ class Solved:
 
 def solve(run: Run, job: Job, planned: Planned, asked: Asked, number: int, before: Solved | None) -> Solved:
     """One more round of solving: independent chains, joined with those before, or the same solve gone on with."""
-    solver, device = planned.solver, job.device
-
-    def compute() -> Solved:
-        seconds = job.options.checkpoint_seconds
-        journal = run.journal(f"solve-{number}", solver.state_type, seconds=seconds, device=device)
-        state = None
+    solver, device, name = planned.solver, job.device, f"solution-{number}"
+    solution = None
+    if not run.has(name):
+        seconds, state = job.options.checkpoint_seconds, None
         if number > 1 and not solver.independent:
             state = run.journal(f"solve-{number - 1}", solver.state_type, device=device).restore()
         solution = solver.further(number - 1).solve(
             Damped(job.gnh, planned.plan.damping),
             asked.gradients,
             generator=job.options.generator(2 if number == 1 else 99 + number),
-            journal=journal,
+            journal=run.journal(f"solve-{number}", solver.state_type, seconds=seconds, device=device),
             state=state,
         )
-        first = solution.num_term_products if before is None else before.first_terms
-        return Solved(solution.chains, solution.stats, first)
-
-    found = run.keep(f"solution-{number}", Solved, compute, operator=job.gnh, device=device)
+    found = run.keep(name, Solved, partial(Solved.of, solution, before), operator=job.gnh, device=device)
     return found.joined(before, number - 1) if before is not None and solver.independent else found
 
 
@@ -607,8 +497,11 @@ def conclude(
 ) -> Attribution:
     """The result, with what its page shows of the examples at the ends of the rankings."""
     gnh, stats = job.gnh, solved.stats
-    ends = _ends_of_rankings(scores, job.options.shown)
-    tokens = _token_shares(job, solved.chains, ends) if isinstance(gnh.task, LanguageModeling) else {}
+    ends = ends_of_rankings(scores.chains, scores.dots, job.options.shown)
+    tokens = {}
+    if isinstance(gnh.task, LanguageModeling):
+        wanted = [sorted(int(job.positions[position]) for position in end) for end in ends]
+        tokens = token_shares(gnh, solved.chains, wanted)
     shown = sorted({int(scores.indices[position]) for end in ends for position in end})
     exhibits = {index: job.show_example(index) for index in shown}
     known = {**vars(stats), "plan": stats.plan or planned.plan, "events": (*planned.drawn, *stats.events)}
@@ -635,36 +528,3 @@ def conclude(
         norms=scores.norms,
     )
     return run.keep("result", Attribution, lambda: result)
-
-
-def _ends_of_rankings(scores: Scores, shown: int, baseline: int = 5) -> list[list[int]]:
-    """For each query, the positions (among the scored) of the examples that its page shows."""
-    chosen = []
-    for q in range(scores.chains.shape[1]):
-        own = Scored(scores.chains[:, q])
-        ends = {
-            position
-            for harmful in (False, True)
-            for position, _, _ in rank_examples(own, shown, harmful=harmful, confidence=0.95)
-        }
-        if scores.dots is not None:
-            ends |= set(scores.dots[q].argsort(descending=True, stable=True)[:baseline].tolist())
-        chosen.append(sorted(ends))
-    return chosen
-
-
-def _token_shares(
-    job: Job, chains: Sequence[ParamVector], ends: list[list[int]]
-) -> dict[tuple[int, int], tuple[float, ...]]:
-    """Each token's share of the shown scores: (query, position) -> one number per token.
-
-    The prediction of token j + 1 is made at token j, so the first token has none.
-    """
-    shares: dict[tuple[int, int], tuple[float, ...]] = {}
-    for q, end in enumerate(track(ends, "scores of tokens")):
-        wanted = sorted(int(job.positions[position]) for position in end)
-        mean = ParamVector.mean([chain.column(q) for chain in chains])
-        scorer = Scorer(job.gnh, mean, method="directional")
-        for position, row in zip(wanted, scorer.term_shares(torch.tensor(wanted)), strict=True):
-            shares[q, position] = (0.0, *row[0, :-1].tolist())
-    return shares

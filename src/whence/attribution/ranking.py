@@ -12,7 +12,7 @@ from torch import Tensor
 from whence.attribution.scored import Scored
 from whence.errors import WhenceError
 
-__all__ = ["Ranking", "Row", "import_pandas", "rank_examples", "top_is_separated"]
+__all__ = ["Ranking", "Row", "ends_of_rankings", "import_pandas", "rank_examples", "top_is_separated"]
 
 #: Differences of more than so many standard errors are not close.
 _FAR = 8.0
@@ -154,3 +154,19 @@ def _separated(scored: Scored, k: int, confidence: float) -> bool:
     shared = 1 - (1 - confidence) / count
     # one-sided: that the lower of a pair is really the higher
     return bool((pairs.mean > pairs.half_width(2 * shared - 1)).all())
+
+
+def ends_of_rankings(chains: Tensor, dots: Tensor | None, shown: int, baseline: int = 5) -> list[list[int]]:
+    """For each query, the positions (among the scored) of the examples that its page shows."""
+    chosen = []
+    for q in range(chains.shape[1]):
+        own = Scored(chains[:, q])
+        ends = {
+            position
+            for harmful in (False, True)
+            for position, _, _ in rank_examples(own, shown, harmful=harmful, confidence=0.95)
+        }
+        if dots is not None:
+            ends |= set(dots[q].argsort(descending=True, stable=True)[:baseline].tolist())
+        chosen.append(sorted(ends))
+    return chosen

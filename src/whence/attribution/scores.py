@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.progress import ticker
+from whence.model.gauss_newton import GaussNewton
+from whence.progress import ticker, track
 from whence.runs import Run
 from whence.scoring import Scorer
 from whence.vectors import ParamVector
 
-__all__ = ["Scores", "directions", "part_of_minute", "score_parts"]
+__all__ = ["Scores", "directions", "part_of_minute", "score_parts", "token_shares"]
 
 #: A part should take about this many flops: a minute or so on a few cores.
 _FLOPS_PER_PART = 2e12
@@ -186,3 +187,19 @@ def _score_part(
         along[solved:] if len(along) > solved else None,
         torch.cat(lengths) if lengths else None,
     ).columns()
+
+
+def token_shares(
+    gnh: GaussNewton, chains: Sequence[ParamVector], positions: Sequence[Sequence[int]]
+) -> dict[tuple[int, int], tuple[float, ...]]:
+    """Each token's share of some scores: (query, position) -> one number per token.
+
+    The prediction of token j + 1 is made at token j, so the first token has none.
+    """
+    shares: dict[tuple[int, int], tuple[float, ...]] = {}
+    for q, wanted in enumerate(track(positions, "scores of tokens")):
+        mean = ParamVector.mean([chain.column(q) for chain in chains])
+        scorer = Scorer(gnh, mean, method="directional")
+        for position, row in zip(wanted, scorer.term_shares(torch.tensor(wanted)), strict=True):
+            shares[q, position] = (0.0, *row[0, :-1].tolist())
+    return shares

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from whence.attribution.exhibits import Describe, describer
-from whence.attribution.pipeline import attribute, operator_identity
+from whence.attribution.job import operator_identity, query_terms
+from whence.attribution.pipeline import attribute
 from whence.attribution.scored import half_width
 from whence.attribution.scores import part_of_minute
 from whence.cleaning.result import Cleaning, Harm
-from whence.errors import DataError
 from whence.exhibit import Exhibit
-from whence.model.data import TermSet
 from whence.model.gauss_newton import GaussNewton
 from whence.model.selection import ParameterFilter
 from whence.operators import LinearOperator
@@ -108,7 +107,7 @@ def clean(
     if chosen.rank is not None:
         check_rank(gnh, 1.0, chosen.rank)
     if queries is not None:
-        _check_queries(queries, gnh)
+        query_terms(queries, gnh)  # refused before anything is measured
     identity, clock = operator_identity(gnh), Stopwatch()
     with Run(run_dir, {"command": "clean", **chosen.saved()}, identity=identity) as run:
         with clock.phase("spectrum"):
@@ -298,20 +297,6 @@ def measure_harm(
         spread[result.indices] = added.std(0) / len(added) ** 0.5
     width = half_width(spread, result.degrees_of_freedom, 0.95)
     return Harm(scores, scores - width, scores + width, len(queries), bool(result.solve.converged.all()))
-
-
-def _check_queries(queries: Any, gnh: GaussNewton) -> None:
-    """Refuse queries that `attribute` could not use, before anything is measured."""
-    if isinstance(queries, (dict, tuple, Tensor, nn.Module)):
-        raise DataError(
-            f"queries are a {type(queries).__name__}; give a list of examples, even if there is only one"
-        )
-    try:
-        asked = TermSet(queries, gnh.task, gnh.network.device)
-        asked.width = gnh.terms.width
-        asked.look_through(len(asked))
-    except DataError as error:
-        raise DataError(f"the queries cannot be used: {error}") from error
 
 
 # --- what stands beside the numbers --------------------------------------------------------------------------

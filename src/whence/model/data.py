@@ -104,6 +104,10 @@ class TermSet:
         positions = torch.searchsorted(edges, uniform.cpu() * edges[-1]).clamp_max_(len(self) - 1)
         return positions, 1 / (len(self) * self.importance[positions])
 
+    def expect_outputs(self, width: int | None) -> None:
+        """Let every batch's targets be checked against so many outputs per term."""
+        self.width = width
+
     def draw_by(self, probabilities: Tensor | None) -> None:
         """From here on draw examples with these chances; None: all alike."""
         self.importance = probabilities

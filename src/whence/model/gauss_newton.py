@@ -96,7 +96,7 @@ class GaussNewton(LinearOperator):
         self.task = task
         self.terms = TermSet(data, task, self.network.device)
         pilot = self.terms.fetch(self.terms.longest(2))
-        self.terms.width = check_outputs(self.network, pilot)
+        self.terms.expect_outputs(check_outputs(self.network, pilot))
         self.terms.look_through(_EXAMPLES_CHECKED)
         check_determinism(self.network, pilot)
         self.micro_batch = micro_batch or fitting_micro_batch(self.network, pilot, memory=ACTIVATION_BUDGET)
@@ -146,8 +146,11 @@ class GaussNewton(LinearOperator):
         return self._matvec(vector, torch.arange(len(self.terms)))
 
     def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor]:
+        self._check_vector(vector)
         result, slopes = self.zeros(vector.columns), Slopes(self.terms, vector.columns or 1)
-        self._add_matvec(result, vector, 1.0, torch.arange(len(self.terms)), None, None, slopes)
+        positions, weight = torch.arange(len(self.terms)), self.terms.weight(len(self.terms))
+        for batch in self.terms.batches(positions, self._examples_at_once(vector)):
+            self._product(batch, vector, result, weight, slopes=slopes)
         return result, slopes.values
 
     def quadratic_form(self, vector: ParamVector) -> Tensor:
@@ -257,7 +260,6 @@ class GaussNewton(LinearOperator):
         positions: Tensor,
         sign: int | None,
         weights: Tensor | None,
-        slopes: Slopes | None = None,
     ) -> None:
         """``out += scale · H̃ v``. ``out`` may be ``vector``: added to only once v is no longer needed."""
         self._check_vector(vector)
@@ -266,10 +268,38 @@ class GaussNewton(LinearOperator):
             return
         weight = scale * self.terms.weight(len(positions))
         for batch in self.terms.batches(positions, self._examples_at_once(vector), weights):
-            if vector.columns is None:
-                self._column_product(batch, vector, sign, adding_to(out, weight), slopes)
-            else:
-                self._block_product(batch, vector, sign, out, weight, slopes)
+            self._product(batch, vector, out, weight, sign=sign)
+
+    def _product(
+        self,
+        batch: Batch,
+        vector: ParamVector,
+        out: ParamVector,
+        weight: float,
+        *,
+        sign: int | None = None,
+        slopes: Slopes | None = None,
+    ) -> None:
+        """``out += weight · Jᵀ S J v`` of one micro-batch. The columns of a block share the pass at θ, if they can."""
+        if vector.columns is None:
+            self._column_product(batch, vector, sign, adding_to(out, weight), slopes)
+        elif self.product != "exact":
+            self._products_by_differences(batch, vector, out, weight, sign, slopes)
+        elif vector.columns == 1 or not self.vectorises(batch, vector):
+            for k, column in enumerate(vector.unstack()):
+                self._column_product(batch, column, sign, adding_to(out.column(k), weight), slopes, k)
+        else:
+            leaves = self.network.leaves()
+            outputs = self.network.outputs(batch, leaves)
+            check_finite(outputs)
+            start = 0
+            for tangents in self.tangents(outputs, batch, vector):
+                cotangents = self._curved(outputs, tangents, batch, slopes, start)
+                stop = start + len(tangents)
+                del tangents
+                receive, more = adding_to(out.part(start, stop), weight), stop < vector.columns
+                self.network.pull_back(outputs, leaves, cotangents, receive, keep_graph=more)
+                start = stop
 
     def _column_product(
         self,
@@ -293,50 +323,25 @@ class GaussNewton(LinearOperator):
         del tangent
         self.network.pull_back(outputs, leaves, cotangent, receive)
 
-    def _block_product(
+    def _products_by_differences(
         self,
         batch: Batch,
         block: ParamVector,
-        sign: int | None,
         out: ParamVector,
         weight: float,
+        sign: int | None,
         slopes: Slopes | None,
     ) -> None:
-        """The same for several vectors, which share the pass at θ and its graph."""
-        if self.product == "exact" and block.columns != 1 and self.vectorises(batch, block):
-            self._vectorised_product(batch, block, out, weight, slopes)
-            return
-        columns = block.unstack()
-        if self.product == "exact":
-            for k, vector in enumerate(columns):
-                self._column_product(batch, vector, sign, adding_to(out.column(k), weight), slopes, k)
-            return
-        differences = self.differences(batch)
+        """The same for several vectors by finite differences from one pass at θ."""
+        differences, columns = self.differences(batch), block.unstack()
         base = differences.base(batch, graph=True)
         check_finite(base.outputs)
         for k, vector in enumerate(columns):
             tangent = differences.tangent(base, batch, vector, sign)
             cotangent = self._curved(base.outputs, tangent, batch, slopes, k)
             del tangent
-            receive = adding_to(out.column(k), weight)
-            last = k == len(columns) - 1
-            self.network.pull_back(base.outputs, base.leaves, cotangent, receive, keep_graph=not last)
-
-    def _vectorised_product(
-        self, batch: Batch, block: ParamVector, out: ParamVector, weight: float, slopes: Slopes | None
-    ) -> None:
-        leaves = self.network.leaves()
-        outputs = self.network.outputs(batch, leaves)
-        check_finite(outputs)
-        start = 0
-        for tangents in self.tangents(outputs, batch, block):
-            cotangents = self._curved(outputs, tangents, batch, slopes, start)
-            stop = start + len(tangents)
-            del tangents
-            receive = adding_to(out.part(start, stop), weight)
-            keep_graph = stop < (block.columns or 1)
-            self.network.pull_back(outputs, leaves, cotangents, receive, keep_graph=keep_graph)
-            start = stop
+            receive, more = adding_to(out.column(k), weight), k < len(columns) - 1
+            self.network.pull_back(base.outputs, base.leaves, cotangent, receive, keep_graph=more)
 
     def tangents(self, outputs: Tensor, batch: Batch, block: ParamVector) -> Iterator[Tensor]:
         """``J u`` for the columns of a block, ``[columns, *outputs]``, as many at a time as fit in memory."""

@@ -211,10 +211,6 @@ def parse_json(content: bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
 def _sync_directory(path: Path) -> None:
     # Renames are durable once the directory is; some file systems cannot be asked, and are safe without.
     with contextlib.suppress(OSError):

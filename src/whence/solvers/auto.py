@@ -3,11 +3,11 @@
 Costs are counted in terms gone through for all queries together. With n terms, q queries, m chains, and an error ε of
 the scores, relative to their size, for which the proven error may be 2ε:
 
-*Conjugate gradients* take ``n·K`` terms, ``K = ½ √(1 + λ_q/λ) · ln(2/2ε)``: a block of q columns converges as if the
-q - 1 largest eigenvalues were not there (`Spectrum.cg_iterations`).
+*Conjugate gradients* take ``n·K`` terms, ``K = min_j (j + ½ √(1 + λ_{(j+1)q}/λ) · ln(2/2ε))``: with every iteration a
+block of q columns takes q of the largest eigenvalues out of the way (`Spectrum.cg_iterations`).
 
-*With a low-rank preconditioner* of rank r = 16, made from a tenth of the terms, λ_{q+r/2} takes the place of λ_q, and
-an iteration is lost to the terms that it has not seen; making it is r products of one column over that tenth.
+*With a low-rank preconditioner* of rank r = 16, made from a tenth of the terms, r/2 more of them are gone, and an
+iteration is lost to the terms that it has not seen; making it is r products of one column over that tenth.
 
 *LiSSA* takes ``m·T·|B|`` terms: the paper's plan, and at least ``2·C·d₂(λ)/ε²`` for the error that was asked for. This
 does not depend on n.

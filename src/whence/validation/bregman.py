@@ -72,9 +72,9 @@ class BregmanObjective:
         self.network = _DoubleNetwork(wide, task, {n: p for n, p in wide.named_parameters() if n in names})
         self.terms = TermSet(train, task, self.network.device)
         pilot = self._widened(self.terms.fetch(self.terms.longest(2)))
-        self.terms.width = check_outputs(self.network, pilot)
+        self.terms.expect_outputs(check_outputs(self.network, pilot))
         check_determinism(self.network, pilot)
-        self.terms.importance = _chances(importance, len(self.terms))
+        self.terms.draw_by(_chances(importance, len(self.terms)))
         self.micro_batch = micro_batch or fitting_micro_batch(self.network, pilot, memory=_ACTIVATIONS)
         with torch.no_grad():
             width = self.network.outputs(pilot)[0].numel()
@@ -87,7 +87,7 @@ class BregmanObjective:
     def examples(self, data: Any, at_once: int) -> Iterator[Batch]:
         """Points or queries in their order, ``at_once`` to a batch."""
         terms = TermSet(data, self.task, self.network.device)
-        terms.width = self.terms.width
+        terms.expect_outputs(self.terms.width)
         for positions in torch.arange(len(terms)).split(at_once):
             yield self._widened(terms.fetch(positions))
 

@@ -1,0 +1,144 @@
+"""`Job`: everything that the steps of an attribution work on, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whence.errors import DataError, OptionError
+from whence.exhibit import Exhibit
+from whence.model.data import TermSet
+from whence.model.gauss_newton import GaussNewton
+from whence.options import Options
+from whence.runs.fingerprint import of_data, of_model, of_value
+from whence.solvers import Solver
+from whence.sources.candidates import Shortlist
+from whence.tasks import LanguageModeling
+
+__all__ = ["Candidates", "Job", "check_own_solver", "operator_identity", "query_terms", "scored_positions"]
+
+#: Positions, or a shortlist that says how it was chosen.
+Candidates = Shortlist | Sequence[int] | Tensor
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked.
+
+    Attributes:
+        gnh: the operator; brings the network, task and data.
+        queries: whose losses are to be explained.
+        positions: of the examples to score.
+        not_scored: what that leaves out, in words.
+        options: the rest of what was asked.
+        own_solver: the user's, in place of a chosen one.
+        show_query, show_example: what to show of a query or a training example.
+        class_names: labels in words.
+    """
+
+    gnh: GaussNewton
+    queries: TermSet
+    positions: Tensor
+    not_scored: str
+    options: Options
+    own_solver: Solver[Any] | None
+    show_query: Callable[[int], Exhibit]
+    show_example: Callable[[int], Exhibit]
+    class_names: Sequence[str] | None
+
+    def identity(self) -> dict[str, str]:
+        """What the run is about, for recognising its directory."""
+        return {
+            **operator_identity(self.gnh),
+            "queries": f"{len(self.queries)} {of_data(self.queries.data)}",
+            "candidates": f"{len(self.positions)} {of_value(self.positions)}" if self.not_scored else "all",
+            "own solver": "" if self.own_solver is None else repr(self.own_solver),
+        }
+
+    @property
+    def device(self) -> torch.device:
+        """Where vectors live."""
+        return self.gnh.network.device
+
+
+def operator_identity(gnh: GaussNewton) -> dict[str, str]:
+    """Which model, task, data and parameters a run is about."""
+    names = list(gnh.network.parameters)
+    return {
+        "model": f"{type(gnh.network.model).__name__} {of_model(gnh.network.model)}",
+        "task": type(gnh.task).__name__,
+        "train": f"{len(gnh.terms)} examples {of_data(gnh.terms.data)}",
+        "params": f"{len(names)} tensors, {gnh.num_parameters} parameters {of_value(names)}",
+    }
+
+
+def check_own_solver(solver: Solver[Any] | None, given: dict[str, Any]) -> None:
+    """Refuse a solver whose plan contradicts the options, or has no error bars."""
+    plan = None if solver is None else solver.made_for()
+    if plan is None:
+        return
+    if given.get("damping", "auto") not in ("auto", plan.damping):
+        raise OptionError(
+            f"damping is {given['damping']}, the solver's plan was made for {plan.damping}; give one of them"
+        )
+    if plan.chains < 2:
+        raise OptionError(
+            f"chains is {plan.chains}; error bars need at least 2 independent chains (4 by default)"
+        )
+
+
+def query_terms(queries: Any, gnh: GaussNewton) -> TermSet:
+    """The queries as terms; refuses what is no list of examples, and what the model's context does not hold."""
+    if isinstance(queries, (dict, tuple, Tensor, nn.Module)):
+        raise DataError(
+            f"queries are a {type(queries).__name__}; give a list of examples, even if there is only one: [query]"
+        )
+    try:
+        terms = TermSet(queries, gnh.task, gnh.network.device)
+        terms.expect_outputs(gnh.terms.width)
+        terms.look_through(len(terms))
+    except DataError as error:
+        raise DataError(f"the queries cannot be used: {error}") from error
+    limit = _context(gnh.network.model) if isinstance(gnh.task, LanguageModeling) else None
+    if limit is not None:
+        for number in range(len(terms)):
+            length = terms.fetch(torch.tensor([number])).targets.shape[1]
+            if length > limit:
+                raise DataError(
+                    f"query {number} has {length} tokens, the model's context holds {limit}; shorten its prompt"
+                )
+    return terms
+
+
+def _context(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def scored_positions(candidates: Candidates | None, examples: int) -> tuple[Tensor, str]:
+    """Positions to score, and what is left out, in words."""
+    if candidates is None:
+        return torch.arange(examples), ""
+    given = candidates.positions if isinstance(candidates, Shortlist) else candidates
+    positions = torch.as_tensor(given, dtype=torch.long).flatten().unique()
+    if len(positions) == 0:
+        raise OptionError("the list of candidates is empty; give at least one, or None for all examples")
+    if int(positions[0]) < 0 or int(positions[-1]) >= examples:
+        wrong = int(positions[0]) if int(positions[0]) < 0 else int(positions[-1])
+        raise OptionError(
+            f"candidate {wrong} does not exist: the training data are numbered 0..{examples - 1}"
+        )
+    if len(positions) == examples:
+        return positions, ""
+    if isinstance(candidates, Shortlist):
+        return positions, candidates.describe()
+    left = f"{len(positions):,} of {examples:,} examples were scored, as asked for; the others have no score"
+    return positions, left
