@@ -78,7 +78,7 @@ def test_the_walk_is_the_stack_of_a_forward_pass():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
     model.register_forward_pre_hook(note)
     train = [(torch.randn(4), i % 3) for i in range(60)]
-    whence.attribute(model, train, train[:1], task=whence.Classification(), solver="cg")
+    whence.attribute(model, train, train[:2], task=whence.Classification(), solver="cg")
     assert tuple(told) in seen
 
 
