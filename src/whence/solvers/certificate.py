@@ -1,7 +1,7 @@
 """`Certificate`: how far a solution can be from the exact one, proven.
 
 The bounds come from the recurrence of conjugate gradients (`whence.solvers.error_bounds`); their derivation is in
-docs/math.md, "Bounds of conjugate gradients' error".
+docs/math.md, "Gauss-Radau bounds for a block".
 """
 
 from __future__ import annotations

@@ -1,0 +1,89 @@
+"""The pages of docs/ keep up with the code: what docstrings and pages point to is there."""
+
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import whence
+from whence.cli.inputs import InputOptions
+from whence.options import CleanOptions, Options
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+)
+
+
+def headings(page: Path) -> list[str]:
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    return re.findall(r"(?m)^#+ (.+?) *$", text)
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def derivations_named_in_code() -> Iterator[tuple[str, str]]:
+    """File, and the words between quotation marks after each mention of docs/math.md."""
+    for folder in ("src", "reproduction", "benchmarks"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            text = re.sub(r"\s*\n\s*(?:#:? *)?", " ", file.read_text())
+            for mention in re.finditer(r"docs/math\.md", text):
+                named = re.match(r""", (?:"([^"]+)"|'(.+?)'(?!\w))""", text[mention.end() :])
+                yield str(file.relative_to(ROOT)), "" if named is None else (named[1] or named[2])
+
+
+def test_every_derivation_that_code_names_is_a_section():
+    named = list(derivations_named_in_code())
+    sections = headings(ROOT / "docs/math.md")
+    assert len(named) > 15
+    assert [each for each in named if each[1] not in sections] == []
+
+
+def test_no_section_of_the_mathematics_is_there_twice():
+    sections = headings(ROOT / "docs/math.md")
+    assert len(sections) == len(set(sections))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path):
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, fragment = link.partition("#")
+        target = page if not path else page.parent / path
+        if not target.exists() or (fragment and fragment not in map(anchor, headings(target))):
+            missing.append(link)
+    assert missing == []
+
+
+def test_the_walk_is_the_stack_of_a_forward_pass():
+    page = (ROOT / "docs/walk.md").read_text()
+    told = [tuple(line.split()) for line in re.search(r"(?ms)^```stack\n(.*?)^```", page)[1].splitlines()]
+    seen = set()
+
+    def note(module, inputs):
+        frames = [frame for frame in traceback.extract_stack() if "/src/whence/" in frame.filename]
+        seen.add(tuple((frame.filename.partition("/src/whence/")[2], frame.name) for frame in frames))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
+    model.register_forward_pre_hook(note)
+    train = [(torch.randn(4), i % 3) for i in range(60)]
+    whence.attribute(model, train, train[:2], task=whence.Classification(), solver="cg")
+    assert tuple(told) in seen
+
+
+@pytest.mark.parametrize("options", [InputOptions, Options, CleanOptions], ids=lambda cls: cls.__name__)
+def test_every_option_of_the_command_line_is_explained(options: type):
+    page = (ROOT / "docs/command-line.md").read_text()
+    names = [f"--{field.name.replace('_', '-')}" for field in fields(options) if field.name != "model"]
+    assert [name for name in names if f"`{name}`" not in page] == []
