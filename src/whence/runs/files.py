@@ -30,16 +30,12 @@ __all__ = [
     "checksum",
     "json_bytes",
     "parse_json",
-    "read_json",
-    "read_object",
     "read_table",
-    "read_tensors",
     "read_tree",
     "replace_file",
     "write_bytes",
-    "write_json",
+    "write_safetensors",
     "write_table",
-    "write_tensors",
     "write_tree",
 ]
 
@@ -49,7 +45,6 @@ TEMPORARY = ".unfinished-"
 REMEDY = "Put back a copy of it, or delete the directory and run again"
 #: Up to so many numbers are written as JSON.
 _FEW = 4096
-_ORDER = "order of the tensors"
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
@@ -213,10 +208,6 @@ def parse_json(content: bytes) -> Any:
         return json.loads(content, object_pairs_hook=once, parse_constant=refuse)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _sync_directory(path: Path) -> None:
