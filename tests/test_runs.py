@@ -233,7 +233,9 @@ def test_a_single_file_holds_a_value_of_its_class(tmp_path: Path) -> None:
     assert same(read_value(path, Everything), value)
     write_value(path, Inner(0.1))
     assert read_value(path, Inner) == Inner(0.1)
-    with pytest.raises(RunDirectoryError, match=r"reference\.safetensors holds no Other.*'count' is missing|value"):
+    with pytest.raises(
+        RunDirectoryError, match=r"reference\.safetensors holds no Other.*'count' is missing|value"
+    ):
         read_value(path, Other)
     for damaged in (path.read_bytes()[:20], b""):
         path.write_bytes(damaged)
@@ -804,7 +806,7 @@ def test_a_run_stopped_at_any_file_operation_ends_the_same(
     total, stopped = failing.count, 0
     assert total > 60
     files_of_whole = contents(tmp_path / "whole").keys()
-    for limit in range(1, total + 1, 3 if fatal else 8):
+    for limit in range(1, total + 1, 5 if fatal else 12):
         path = tmp_path / str(limit)
         failing.count, failing.limit = 0, limit
         try:
@@ -821,7 +823,7 @@ def test_a_run_stopped_at_any_file_operation_ends_the_same(
             re.sub(r"\d{6}", "", name) for name in files_of_whole
         }
         shutil.rmtree(path)
-    assert stopped > total / (5 if fatal else 16)
+    assert stopped > total / (8 if fatal else 24)
 
 
 def test_a_journal_goes_on_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,19 @@ from whence.runs.lock import lock
 from whence.runs.manifest import Manifest, Scalar, version_of
 from whence.vectors import ParamVector
 
-__all__ = ["Journal", "Remembering", "Run", "Scalar", "environment", "holds", "read", "read_table"]
+__all__ = [
+    "Journal",
+    "Remembering",
+    "Run",
+    "Scalar",
+    "check",
+    "environment",
+    "holds",
+    "read",
+    "read_table",
+    "read_value",
+    "write_value",
+]
 
 T = TypeVar("T")
 
@@ -373,6 +385,17 @@ def holds(path: str | Path, name: str) -> bool:
         RunDirectoryError: it is of another format, or was damaged.
     """
     return Manifest.is_in(Path(path)) and name in Manifest.open(Path(path))
+
+
+def check(path: str | Path) -> None:
+    """Compare everything that a run directory holds with its length and checksum.
+
+    Raises:
+        RunDirectoryError: a file was damaged; names it.
+    """
+    manifest = Manifest.open(Path(path))
+    for name in manifest.names():
+        manifest.file(name)
 
 
 def environment() -> dict[str, str]:
