@@ -148,11 +148,10 @@ def attribute(
                 break
         assert solved is not None
         assert scores is not None
-        with clock.phase("page"):
-            result = conclude(run, job, plan, asked, solved.telling(said), scores, clock)
         for earlier in range(1, number + 1):  # the ways there are not needed any more
             run.journal(f"solve-{earlier}", plan.solver.state_type).clear()
-        return result
+        with clock.phase("page"):
+            return conclude(run, job, plan, asked, solved.telling(said), scores, clock)
 
 
 # --- queries -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.report.checks import Validation
 from whence.report.page import render
-from whence.runs import Run, Scalar, holds, read
+from whence.runs import Run, Scalar, check, holds, read
 from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers import Statistics
 from whence.solvers.plan import Plan
@@ -320,7 +320,7 @@ def load(directory: str | Path) -> Attribution:
     """Read a saved attribution, or a finished run directory.
 
     Raises:
-        RunDirectoryError: where there is none, or its run is not finished.
+        RunDirectoryError: where there is none, its run is not finished, or any of its files was damaged.
     """
     path = Path(directory)
     if not holds(path, "result"):
@@ -332,6 +332,7 @@ def load(directory: str | Path) -> Attribution:
         raise RunDirectoryError(
             f"the run in {path} is not finished; run the same command again to go on with it"
         )
+    check(path)
     result = read(path, "result", Attribution)
     if not holds(path, "validation"):
         return result

@@ -163,6 +163,7 @@ def measure_self_influence(
 ) -> SelfInfluence:
     """Self-influence of all examples."""
     if run.path is not None and run.has("self-influence"):
+        run.drop("curvature")  # where the run was killed just before it did
         return read(run.path, "self-influence", SelfInfluence)
     size = run.keep("size", Size, lambda: Size.affordable(gnh, options))
     operator: LinearOperator = gnh  # H over all terms, or over the same subset in every step

@@ -111,14 +111,19 @@ def inlined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """A value as JSON for scripts, its tensors as lists of numbers."""
+    """A value as JSON for scripts, its tensors as (nested) lists of numbers; "NaN" and "Infinity" are words."""
+    tree, tensors = encode(value)
 
     def plain(node: Any) -> Any:
+        if isinstance(node, _TensorNode):
+            return plain(tensors[node["tensor"]].tolist())
         if isinstance(node, dict):
-            return node["values"] if "values" in node else {key: plain(each) for key, each in node.items()}
-        return [plain(each) for each in node] if isinstance(node, list) else node
+            return {key: plain(each) for key, each in node.items()}
+        if isinstance(node, list):
+            return [plain(each) for each in node]
+        return _number(node) if isinstance(node, float) else node
 
-    return plain(inlined(*encode(value)))
+    return plain(tree)
 
 
 # --- values to trees ---------------------------------------------------------------------------------------------

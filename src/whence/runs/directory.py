@@ -22,14 +22,24 @@ from whence.runs import files
 from whence.runs.codec import decode, encode, saved_fields
 from whence.runs.codec import identity as memory_of
 from whence.runs.lock import lock
-from whence.runs.manifest import Manifest, version_of
+from whence.runs.manifest import Manifest, Scalar, version_of
 from whence.vectors import ParamVector
 
-__all__ = ["Journal", "Remembering", "Run", "Scalar", "environment", "holds", "read", "read_table"]
+__all__ = [
+    "Journal",
+    "Remembering",
+    "Run",
+    "Scalar",
+    "check",
+    "environment",
+    "holds",
+    "read",
+    "read_table",
+    "read_value",
+    "write_value",
+]
 
 T = TypeVar("T")
-#: A value of an option.
-Scalar = bool | int | float | str | None
 
 _PACKAGES = ("whence", "torch", "numpy", "transformers", "safetensors", "pyarrow", "curvlinops-for-pytorch")
 
@@ -86,12 +96,11 @@ class Run:
         if release is not None:
             self._unlock = weakref.finalize(self, release)
         try:
-            tree, _ = encode(dict(config), dict[str, Scalar])
             if Manifest.is_in(self.path):
                 self._manifest = Manifest.open(self.path)
-                self._check(tree, identity)
+                self._check(config, identity)
             else:
-                self._manifest = Manifest(self.path, tree, identity, environment())
+                self._manifest = Manifest(self.path, config, identity, environment())
                 self._manifest.change({})
             if self._writable:
                 self._manifest.sweep()
@@ -107,11 +116,11 @@ class Run:
             cls(path, {}, identity={}) if found is None else cls(path, found.config, identity=found.identity)
         )
 
-    def _check(self, config: Any, identity: Mapping[str, str]) -> None:
+    def _check(self, config: Mapping[str, Scalar], identity: Mapping[str, str]) -> None:
         assert self._manifest is not None
-        pairs = ((self._manifest.config, config), (self._manifest.identity, dict(identity)))
         differences = [
-            text for there, now in pairs for text in _differences(dict(_flat(there)), dict(_flat(now)))
+            *_differences(self._manifest.config, config),
+            *_differences(self._manifest.identity, identity),
         ]
         if differences:
             raise RunDirectoryError(
@@ -219,7 +228,7 @@ class Run:
     def _check_writable(self, name: str) -> None:
         if not self._writable:
             raise StorageError(
-                f"{self.path} cannot be written to (read-only, or closed), and {name!r} is not there yet. "
+                f"{self.path} cannot be written to (read-only, or closed), so {name!r} cannot be kept. "
                 "Change its permissions, or choose another directory"
             )
 
@@ -378,6 +387,17 @@ def holds(path: str | Path, name: str) -> bool:
     return Manifest.is_in(Path(path)) and name in Manifest.open(Path(path))
 
 
+def check(path: str | Path) -> None:
+    """Compare everything that a run directory holds with its length and checksum.
+
+    Raises:
+        RunDirectoryError: a file was damaged; names it.
+    """
+    manifest = Manifest.open(Path(path))
+    for name in manifest.names():
+        manifest.file(name)
+
+
 def environment() -> dict[str, str]:
     """Versions and machine: what the last bits of a result depend on beside its configuration."""
     found = {name: version_of(name) for name in _PACKAGES}
@@ -392,16 +412,7 @@ def environment() -> dict[str, str]:
 # --- differences ----------------------------------------------------------------------------------------------
 
 
-def _flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """A tree's leaves under dotted names."""
-    if isinstance(tree, dict) and tree:
-        for key, value in tree.items():
-            yield from _flat(value, f"{name}.{key}" if name else key)
-    elif name:
-        yield name, tree
-
-
-def _differences(there: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+def _differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     for name, value in now.items():
         if name not in there or there[name] != value:
             yield f"{name}: {_short(there.get(name))} there, {_short(value)} now"

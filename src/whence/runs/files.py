@@ -45,7 +45,6 @@ TEMPORARY = ".unfinished-"
 REMEDY = "Put back a copy of it, or delete the directory and run again"
 #: Up to so many numbers are written as JSON.
 _FEW = 4096
-_ORDER = "order of the tensors"
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:

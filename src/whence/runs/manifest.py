@@ -33,9 +33,11 @@ from whence.errors import RunDirectoryError
 from whence.runs import files
 from whence.runs.codec import decode, encode
 
-__all__ = ["FORMAT", "Manifest", "version_of"]
+__all__ = ["FORMAT", "Manifest", "Scalar", "version_of"]
 
 T = TypeVar("T")
+#: A value of an option.
+Scalar = bool | int | float | str | None
 
 #: Raised when files change their meaning; directories of another format are refused.
 FORMAT = 4
@@ -52,6 +54,7 @@ class _Artifact:
 
 @dataclass
 class _Content:
+    config: dict[str, Scalar]
     identity: dict[str, str]
     environment: dict[str, str]
     artifacts: dict[str, _Artifact]
@@ -63,16 +66,20 @@ class Manifest:
 
     Args:
         path: the directory.
-        config: what was asked, as a JSON tree.
+        config: what was asked: option -> value.
         identity: name -> fingerprint of what it was asked about.
         environment: versions and machine.
     """
 
     def __init__(
-        self, path: Path, config: Any, identity: Mapping[str, str], environment: Mapping[str, str]
+        self,
+        path: Path,
+        config: Mapping[str, Scalar],
+        identity: Mapping[str, str],
+        environment: Mapping[str, str],
     ) -> None:
-        self.path, self.config = path, config
-        self._content = _Content(dict(identity), dict(environment), {}, {})
+        self.path = path
+        self._content = _Content(dict(config), dict(identity), dict(environment), {}, {})
         self._number = 0
 
     @classmethod
@@ -87,13 +94,13 @@ class Manifest:
         file = _regular(path, "manifest.json")
         tree, _ = files.read_tree(file)
         try:
-            told, form = tree.pop("blake2b"), tree["format"]
+            told = tree.pop("blake2b")
             if told != _digest(tree):
                 raise ValueError("its checksum is another")
+            form = tree.pop("format")
             if form != FORMAT:
                 _refuse_format(path, form, file.name)
-            found = cls(path, tree.pop("config"), {}, {})
-            del tree["format"]
+            found = cls(path, {}, {}, {})
             found._content = decode(_Content, tree, {})
         except RunDirectoryError:
             raise
@@ -117,6 +124,11 @@ class Manifest:
                 return False
             _refuse_format(path, form, "environment.json")
         return True
+
+    @property
+    def config(self) -> dict[str, Scalar]:
+        """Option -> value."""
+        return self._content.config
 
     @property
     def identity(self) -> dict[str, str]:
@@ -205,8 +217,8 @@ class Manifest:
             artifacts[name] = _Artifact(file, path.stat().st_size, files.checksum(path))
         remembered = {name: state for name, state in before.operators.items() if name not in gone}
         remembered |= {name: dict(state) for name, state in (operators or {}).items()}
-        content = _Content(before.identity, before.environment, artifacts, remembered)
-        tree = {"format": FORMAT, "config": self.config, **encode(content)[0]}
+        content = _Content(before.config, before.identity, before.environment, artifacts, remembered)
+        tree = {"format": FORMAT, **encode(content)[0]}
         files.write_bytes(self.path / "manifest.json", files.json_bytes({**tree, "blake2b": _digest(tree)}))
         self._content = content
         named = {artifact.file for artifact in artifacts.values()}
