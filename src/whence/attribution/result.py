@@ -19,7 +19,7 @@ from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.report.checks import Validation
 from whence.report.page import render
-from whence.runs import Run, Scalar, holds, read
+from whence.runs import Run, Scalar, check_run, holds, read
 from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers import Statistics
 from whence.solvers.plan import Plan
@@ -329,6 +329,7 @@ def load(directory: str | Path) -> Attribution:
                 f"{path} holds a run of whence clean, which has no scores to load; `whence report {path}` writes its "
                 "page"
             )
+        check_run(path)
         raise RunDirectoryError(
             f"the run in {path} is not finished; run the same command again to go on with it"
         )

@@ -25,7 +25,7 @@ from whence.runs.lock import lock
 from whence.runs.manifest import Manifest, version_of
 from whence.vectors import ParamVector
 
-__all__ = ["Journal", "Remembering", "Run", "Scalar", "environment", "holds", "read", "read_table"]
+__all__ = ["Journal", "Remembering", "Run", "Scalar", "check_run", "environment", "holds", "read", "read_table"]
 
 T = TypeVar("T")
 #: A value of an option.
@@ -376,6 +376,16 @@ def holds(path: str | Path, name: str) -> bool:
         RunDirectoryError: it is of another format, or was damaged.
     """
     return Manifest.is_in(Path(path)) and name in Manifest.open(Path(path))
+
+
+def check_run(path: str | Path) -> None:
+    """Refuse a directory that is not that of a run.
+
+    Raises:
+        RunDirectoryError: names the directory.
+    """
+    if not Manifest.is_in(Path(path)):
+        raise RunDirectoryError(f"{path} holds no run; give the directory that one was written to")
 
 
 def environment() -> dict[str, str]:
