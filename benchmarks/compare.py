@@ -1,7 +1,7 @@
-"""Results before a change beside those after it, in one table: ``benchmarks/results/before`` and ``benchmarks/results``.
+"""Results before a change beside those after it, in one table, from ``results/before`` and ``results``.
 
-Ratios and shares are compared, and seconds of one core where nothing else is there to compare: ``python -m benchmarks.compare``
-prints the table as Markdown. A row stands where both sides have a number.
+``python -m benchmarks.compare`` prints Markdown: ratios and shares, and seconds of one core where nothing else is there
+to compare. A row stands where both sides have a number.
 """
 
 from __future__ import annotations

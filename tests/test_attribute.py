@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +19,7 @@ from digits import correlation
 from small import classifier
 from whence import Attribution, Classification, LanguageModeling
 from whence.errors import DataError, ModelError, OptionError, RunDirectoryError, WhenceWarning
+from whence.runs import Run
 from zoo import vectors
 
 
@@ -104,27 +104,6 @@ def test_lissa_on_request_has_honest_intervals(read_digits: tuple[Attribution, d
         _ = result.bounds
 
 
-def test_refinement_on_request_has_honest_intervals(read_digits: tuple[Attribution, digits.Digits]) -> None:
-    _, problem = read_digits
-    train, test = digits.load()
-    result = whence.attribute(
-        problem.model,
-        train,
-        [test[i] for i in range(20)],
-        task=Classification(),
-        solver="refinement",
-        damping="lambda_max/50",
-        accuracy=0.99,
-        baseline=False,
-    )
-    exact = problem.exact_scores(result.solve.plan.damping)
-    low, high = result.interval(0.95)
-    assert result.solve.solver == "refinement"
-    assert float(correlation(result.scores, exact).mean()) >= 0.99
-    assert 0.90 <= float(((low <= exact) & (exact <= high)).double().mean()) <= 0.995
-    assert result.solve.num_products > result.solve.plan.num_products  # steps, and the subsets' products
-
-
 def test_one_query_with_little_damping_is_preconditioned_and_the_run_keeps_it(
     read_digits: tuple[Attribution, digits.Digits], tmp_path: Path
 ) -> None:
@@ -151,9 +130,10 @@ def test_one_query_with_little_damping_is_preconditioned_and_the_run_keeps_it(
     low, high = first.interval(0.95)
     assert float(((low <= exact) & (exact <= high)).double().mean()) >= 0.90
     # what comes after the preconditioner, once more from what was kept of it
-    for name in ("solution.safetensors", "result.json"):
-        (tmp_path / "run" / name).unlink()
-    shutil.rmtree(tmp_path / "run" / "scores")
+    with Run.again(tmp_path / "run") as run:
+        for name in ("solution-1", "scores-1/part-00000", "result"):
+            assert run.has(name)
+            run.drop(name)
     kept = (tmp_path / "run" / "preconditioner.safetensors").stat().st_mtime_ns
     assert torch.equal(attribute().scores, first.scores)
     assert (tmp_path / "run" / "preconditioner.safetensors").stat().st_mtime_ns == kept
@@ -351,6 +331,12 @@ def test_another_configuration_is_refused_with_the_difference(tmp_path: Path) ->
 
 def test_loading_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="holds no run"):
+        whence.load(tmp_path)
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        whence.load(tmp_path / "nowhere")
+    with pytest.raises(OptionError, match="refine"), Run(tmp_path, {}, identity={}):
+        attribute_small(refine=0)
+    with pytest.raises(RunDirectoryError, match="is not finished"):
         whence.load(tmp_path)
 
 

@@ -124,7 +124,7 @@ def right_hand_side(*values: float) -> ParamVector:
 
 
 def test_lissa_needs_a_damped_operator() -> None:
-    with pytest.raises(OptionError, match=r"damped system; wrap the operator: Damped\(operator, 0\.5\)"):
+    with pytest.raises(OptionError, match=r"damped system; wrap the operator: Damped\(operator, damping\)"):
         Lissa(PLAN).solve(untouchable(), right_hand_side(1, 2), generator=generator())  # type: ignore[arg-type]
 
 

@@ -125,7 +125,7 @@ def test_the_table_is_followed_by_words(model: str) -> None:
 
 
 def test_a_subset_is_said_to_be_one(model: str) -> None:
-    result = invoke("plan", model, "--damping-sweep", "--lanczos-terms", "10")
+    result = invoke("plan", model, "--damping-sweep", "--spectrum-terms", "10")
     words = " ".join(result.stdout.split())
     assert "The density is that of 10 of 40 terms" in words
     assert "would be off by" in words

@@ -17,6 +17,7 @@ from dense import dense_gauss_newton, jacobian
 from whence import Classification, Dense, GaussNewton, LanguageModeling, Regression
 from whence.errors import DataError, OptionError
 from whence.preconditioners import nystrom
+from whence.scoring import bounds as bounds_module
 from whence.scoring.self_influence import (
     Readings,
     affordable_rank,
@@ -25,7 +26,6 @@ from whence.scoring.self_influence import (
     read_examples,
     self_influence,
 )
-from whence.scoring.self_influence import bounds as bounds_module
 from whence.validation.mislabels import detection_curve
 from zoo import CASES, mlp, sequences, vectors
 

@@ -323,6 +323,7 @@ def load(directory: str | Path) -> Attribution:
         RunDirectoryError: where there is none, its run is not finished, or any of its files was damaged.
     """
     path = Path(directory)
+    check(path)
     if not holds(path, "result"):
         if holds(path, "cleaning"):
             raise RunDirectoryError(
@@ -332,7 +333,6 @@ def load(directory: str | Path) -> Attribution:
         raise RunDirectoryError(
             f"the run in {path} is not finished; run the same command again to go on with it"
         )
-    check(path)
     result = read(path, "result", Attribution)
     if not holds(path, "validation"):
         return result

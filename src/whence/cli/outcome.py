@@ -51,7 +51,7 @@ def errors_become_messages() -> Iterator[None]:
             say(f"[bold red]error:[/] {escape(str(error))}")
             raise typer.Exit(code) from error
         except KeyboardInterrupt as error:
-            say("\ninterrupted; with a run directory (--run), the same command goes on from here")
+            say("\ninterrupted; with a run directory (--run-dir), the same command goes on from here")
             raise typer.Exit(130) from error
 
 
