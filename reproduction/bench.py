@@ -34,7 +34,7 @@ class _Effort:
     pairs: int  # pairs of products for the Frobenius norm
     batch: int  # terms per probe
     probes: int  # for Ĉ
-    lanczos_terms: int
+    spectrum_terms: int
 
 
 _EFFORTS: dict[tuple[Profile, str], _Effort] = {
@@ -176,7 +176,7 @@ class Bench:
             generator=generator,
             probes=effort.probes,
             probe_batch=batch,
-            terms=effort.lanczos_terms,
+            terms=effort.spectrum_terms,
         )
         spectrum = replace(spectrum, trace=trace, frobenius=frobenius)
         return {

@@ -52,7 +52,7 @@ def _kept(bench: Bench, key: str, *, uniform: bool) -> dict[str, Any]:
 def _measure(bench: Bench, key: str, *, uniform: bool) -> dict[str, Any]:
     subject = bench.subject(key)
     effort = _EFFORTS.get((bench.profile, key)) or _EFFORTS[bench.profile, subject.kind]
-    realisations, sizes, lanczos_terms = effort
+    realisations, sizes, spectrum_terms = effort
     check = check_condition(
         # products by differences are a third cheaper for a large model, and as noiseless as this needs
         subject.operator(
@@ -61,7 +61,7 @@ def _measure(bench: Bench, key: str, *, uniform: bool) -> dict[str, Any]:
         sizes,
         generator=bench.generator(),
         realisations=realisations,
-        lanczos_terms=lanczos_terms,
+        spectrum_terms=spectrum_terms,
     )
     assert check.slope is not None
     return {

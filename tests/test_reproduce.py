@@ -349,7 +349,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_efforts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's profile is the same code with more repetitions."""
-    effort = bench._Effort(forms=12, pairs=6, batch=64, probes=8, lanczos_terms=128)
+    effort = bench._Effort(forms=12, pairs=6, batch=64, probes=8, spectrum_terms=128)
     for kind, sizes in (("vision", (2, 4, 8, 16)), ("language", (200, 400, 800))):
         monkeypatch.setitem(bench._EFFORTS, ("paper", kind), effort)
         monkeypatch.setitem(figure4._EFFORTS, ("paper", kind), (6, sizes, 128))

@@ -328,11 +328,11 @@ class Counted(FiniteSum):
 
 
 @pytest.mark.parametrize("batch_sizes", [None, [3, 12]], ids=["ladder", "given"])
-@pytest.mark.parametrize("lanczos_terms", [4096, 20], ids=["whole", "subset"])
-def test_the_cost_is_what_was_spent(batch_sizes: list[int] | None, lanczos_terms: int) -> None:
+@pytest.mark.parametrize("spectrum_terms", [4096, 20], ids=["whole", "subset"])
+def test_the_cost_is_what_was_spent(batch_sizes: list[int] | None, spectrum_terms: int) -> None:
     A = Counted(rank_ones().matrices)
     check = check_condition(
-        A, batch_sizes, generator=generator(), realisations=10, lanczos_terms=lanczos_terms
+        A, batch_sizes, generator=generator(), realisations=10, spectrum_terms=spectrum_terms
     )
     assert (check.num_products, check.num_term_products) == (A.products, A.terms)
 
@@ -341,7 +341,7 @@ def test_a_direction_found_on_a_subset_is_measured_without_bias() -> None:
     """Its own subset's curvature would be too large: λmax of 40 terms against 3,000."""
     A = rank_ones(3000, 20)
     truth = Truth.of(A.matrices)
-    check = check_condition(A, [8, 32], generator=generator(), realisations=400, lanczos_terms=40)
+    check = check_condition(A, [8, 32], generator=generator(), realisations=400, spectrum_terms=40)
     top = float(torch.linalg.eigvalsh(truth.mean)[-1])
     assert check.curvature.value <= top + 4 * check.curvature.stderr
     assert check.curvature.value > 0.8 * top

@@ -236,7 +236,7 @@ def measure(run: Run, job: Job) -> Measured:
         pays = curvature_pays(
             job.gnh,
             spectrum,
-            terms=_wanted(choice, job).terms,
+            terms=choice.best.terms,
             lissa_terms=choice.of("lissa").terms,
             spectrum_terms=job.options.spectrum_terms,
         )
@@ -320,7 +320,6 @@ def make_plan(run: Run, job: Job, measured: Measured) -> Planned:
 
 def _plan(job: Job, spectrum: Spectrum) -> Chosen:
     options, choice = job.options, _choice(job, spectrum)
-    wanted = _wanted(choice, job)
     plan = Plan.tuned(
         spectrum,
         options.damping,
@@ -328,7 +327,7 @@ def _plan(job: Job, spectrum: Spectrum) -> Chosen:
         chains=options.chains,
         refine=choice.of("lissa").refine if options.refine is None else options.refine,
     )
-    return Chosen(wanted, choice.words() if options.solver == "auto" else "", plan)
+    return Chosen(choice.best, choice.words() if options.solver == "auto" else "", plan)
 
 
 def _choice(job: Job, spectrum: Spectrum) -> Choice:
@@ -342,11 +341,7 @@ def _choice(job: Job, spectrum: Spectrum) -> Choice:
         chains=job.options.chains,
         passes=count_passes(gnh, queries),
         memory_bytes=half_of_memory(gnh.network.device),
-    )
-
-
-def _wanted(choice: Choice, job: Job) -> Alternative:
-    return choice.best if job.options.solver == "auto" else choice.of(job.options.solver)
+    ).asked(job.options.solver)
 
 
 def _preconditioner(run: Run, job: Job, chosen: Chosen) -> LowRank | None:

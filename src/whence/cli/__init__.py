@@ -1,4 +1,4 @@
-"""The command line: ``whence spectrum | plan | attribute | resume | report | validate | demo``."""
+"""The command line: ``whence spectrum | plan | attribute | resume | report | clean | validate | demo``."""
 
 from whence.cli.app import app, main
 

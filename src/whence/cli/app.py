@@ -101,7 +101,7 @@ def plan(
         chains=options.chains,
         passes=count_passes(gnh, queries),
         memory_bytes=half_of_memory(gnh.network.device),
-    )
+    ).asked(options.solver)
     refine = choice.of("lissa").refine if options.refine is None else options.refine
     made = Plan.tuned(
         measured, options.damping, num_terms=gnh.num_terms, chains=options.chains, refine=refine
@@ -213,6 +213,8 @@ def clean_command(
     """
     if top < 1:
         raise OptionError(f"--top is {top}; print at least one example")
+    if given.candidates is not None:
+        raise OptionError("clean looks at every training example; leave --candidates out")
     inputs = Inputs(given)
     result = clean(
         inputs.problem.model,

@@ -102,7 +102,7 @@ class Trust:
         events: what the solver had to change on the way, in words; empty if nothing.
         term: what a term is: "example" or "token".
         num_products, num_term_products: what was spent.
-        solver: ``"lissa"``, ``"cg"`` or ``"refinement"``.
+        solver: ``"lissa"`` or ``"cg"``.
         choice: why that one, in words; empty where it was asked for.
     """
 

@@ -23,7 +23,7 @@ Measured by ``python -m benchmarks.solvers``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whence.errors import OptionError
 from whence.preconditioners import Preconditioner
@@ -133,6 +133,14 @@ class Choice:
     def of(self, solver: str) -> Alternative:
         """The cheapest by this solver."""
         return min((a for a in self.alternatives if a.solver == solver), key=lambda a: a.work)
+
+    def asked(self, solver: str) -> Choice:
+        """The same with this solver's cheapest alternative as the one to use; as it is for ``"auto"``."""
+        if solver == "auto":
+            return self
+        own = self.of(solver)
+        others = tuple(alternative for alternative in self.alternatives if alternative is not own)
+        return replace(self, alternatives=(own, *others))
 
     def words(self) -> str:
         """Why this one, in a sentence or two."""

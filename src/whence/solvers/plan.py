@@ -172,7 +172,7 @@ class Plan:
             spectrum: of ``P^(-1/2)HP^(-1/2)``, measured: its C is not that of H.
             smallest: the smallest eigenvalue of ``P⁻¹(H + λ)``: 1 for a low-rank P made from all terms. Made from some
                 hundred terms, P has curvature that H has not, and a few directions at 0.2 to 0.5 (`measure_quality`)
-                are so much slower. A plan for 1 leaves them to a good start, as `Refinement` makes it.
+                are so much slower. A plan for 1 leaves them to a good start.
             num_terms: of the data, where a batch must stay within them.
             chains: independent runs.
         """

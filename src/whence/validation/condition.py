@@ -174,7 +174,7 @@ def check_condition(
     *,
     generator: torch.Generator,
     realisations: int = 256,
-    lanczos_terms: int = 4096,
+    spectrum_terms: int = 4096,
     max_products: int = 40,
 ) -> ConditionCheck:
     """Measure condition C.1 at several batch sizes, each number with its standard error.
@@ -191,7 +191,7 @@ def check_condition(
             examples. By default ½, 1, 2 and 4 times the batch of the paper's plan, as far as the data allow.
         generator: all randomness comes from here.
         realisations: pairs of products at each batch size.
-        lanczos_terms: the top eigenvector is found on a subset of at most so many terms. What is measured along it is
+        spectrum_terms: the top eigenvector is found on a subset of at most so many terms. What is measured along it is
             unbiased all the same: its curvature comes from the sampled products.
         max_products: Lanczos' budget.
 
@@ -207,15 +207,15 @@ def check_condition(
     sizes: dict[float, int] = {}
     if batch_sizes is not None:
         sizes = _distinct(operator, batch_sizes, generator)
-    whole = operator.num_terms <= lanczos_terms
+    whole = operator.num_terms <= spectrum_terms
     found = lanczos(
-        operator if whole else operator.subset(lanczos_terms, generator),
+        operator if whole else operator.subset(spectrum_terms, generator),
         generator=generator,
         max_products=max_products,
         want_vector=True,
     )
     assert found.top_vector is not None
-    products, terms = found.num_products, found.num_products * min(operator.num_terms, lanczos_terms)
+    products, terms = found.num_products, found.num_products * min(operator.num_terms, spectrum_terms)
     if not found.lambda_max.value > 0:
         raise _no_curvature(found.lambda_max.value)
     if not sizes:

@@ -315,7 +315,7 @@ def _measure_batches(job: _Job) -> Check:
         sizes,
         generator=job.generator("batch"),
         realisations=min(realisations, _REALISATIONS[1]),
-        lanczos_terms=subset,
+        spectrum_terms=subset,
         max_products=_LANCZOS,
     )
     return batch_check(job.result, job.plan, job.drawn, found)
