@@ -70,7 +70,13 @@ def run(directory: Path, kind: str) -> None:
     if command == "clean":
         whence.clean(MODEL, TRAIN, **common, rank=8, exact_solves=4, run_dir=directory, shown=5)
         return
-    options: dict[str, Any] = {"solver": command, "damping": 0.05, "chains": 3, "refine": 1.0, "accuracy": 0.98}
+    options: dict[str, Any] = {
+        "solver": command,
+        "damping": 0.05,
+        "chains": 3,
+        "refine": 1.0,
+        "accuracy": 0.98,
+    }
     if command == "cg":
         options["solver"] = whence.ConjugateGradient(tolerance=1e-5)
     elif command.endswith("-until"):
@@ -132,7 +138,9 @@ def finish(directory: Path, kind: str) -> None:
 def untimed(node: Any) -> Any:
     """A JSON tree without how long anything took."""
     if isinstance(node, dict):
-        return {key: untimed(value) for key, value in node.items() if key not in ("seconds", "seconds_per_term")}
+        return {
+            key: untimed(value) for key, value in node.items() if key not in ("seconds", "seconds_per_term")
+        }
     return [untimed(value) for value in node] if isinstance(node, list) else node
 
 

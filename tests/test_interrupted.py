@@ -17,7 +17,17 @@ import torch
 
 from small import generator, operator
 from test_runs import same
-from whence import ConjugateGradient, Damped, Estimate, FiniteSum, Lissa, ParamVector, Plan, Solution, Spectrum
+from whence import (
+    ConjugateGradient,
+    Damped,
+    Estimate,
+    FiniteSum,
+    Lissa,
+    ParamVector,
+    Plan,
+    Solution,
+    Spectrum,
+)
 from whence.errors import WhenceWarning
 from whence.runs import Run
 from whence.solvers import Solver
@@ -213,7 +223,9 @@ def test_products_by_finite_differences_remember_their_step(tmp_path: Path, prod
         g = gnh.gradients(vectors(torch.float32)[:2])
         return solver.solve(Damped(gnh, 1.0), g, generator=generator(7), journal=journal), gnh.state()
 
-    calls, whole = interrupted_anywhere(solve, solver, tmp_path, seconds=0.0, after=True, every=10 if name == "diverging" else 3)
+    calls, whole = interrupted_anywhere(
+        solve, solver, tmp_path, seconds=0.0, after=True, every=10 if name == "diverging" else 3
+    )
     assert calls > 4
     assert (len(whole.stats.events) >= 2) == (name == "diverging")
 
