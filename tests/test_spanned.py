@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from whence.runs.cg_journal import CGJournal
 
 from test_cg import DOUBLE, SIZE, SPECTRA, DensePreconditioner, Problem, generator, rotation
+from whence.runs import Run
 from whence.solvers import CGState, ConjugateGradient
 
 
@@ -102,14 +102,14 @@ def test_an_interrupted_solve_ends_in_the_same_bits(tmp_path: Path) -> None:
     solver = ConjugateGradient(tolerance=1e-4, preconditioner=diagonal_nearby(problem), keep_basis=True)
     whole = solver.solve(problem.system, problem.g, generator=generator())
     for stop in (1, 2, 4):
-        journal = CGJournal(tmp_path / str(stop), seconds=0.0)
+        run = Run(tmp_path / str(stop), {}, identity={})
+        journal = run.journal("solve", CGState, seconds=0.0)
 
         def interrupt(state: CGState) -> bool:
-            journal.record(state, now=True)  # noqa: B023
             return state.iteration == stop  # noqa: B023
 
-        solver.solve(problem.system, problem.g, generator=generator(), on_step=interrupt)
-        state = journal.restore()
+        solver.solve(problem.system, problem.g, generator=generator(), journal=journal, on_step=interrupt)
+        state = run.journal("solve", CGState).restore()
         assert state is not None
         assert state.iteration == stop
         assert state.spanned is not None

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from whence.attribution.stopping import Until, top_is_separated
 
 import digits
 import whence
 from small import DOUBLE, classifier
+from test_runs import Failing, Killed, same
 from whence import Attribution, Classification, ConjugateGradient
+from whence.attribution.ranking import top_is_separated
 from whence.attribution.scored import Scored
 from whence.errors import OptionError
+from whence.options import Until
+from whence.runs import holds
+from whence.runs.manifest import Manifest
 from zoo import vectors
 
 
@@ -95,22 +103,74 @@ def test_a_budget_that_ends_is_told() -> None:
     assert "The budget ended after 1 round" in result.solve.events[-1]
 
 
+#: Several rounds, in a fraction of a second: λ is small, so that the first solution separates nothing.
+ROUNDS: dict[str, Any] = {
+    "solver": "cg",
+    "damping": "lambda_max/3000",
+    "until": "top-10 stable",
+    "accuracy": 0.8,
+}
+
+
+@pytest.mark.parametrize("product", ["exact", "finite-difference"])
 @pytest.mark.parametrize("solver", ["cg", "lissa"])
-def test_rounds_are_kept_and_read_again(solver: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"solver": solver, "accuracy": 0.8, "until": "top-5 stable", "chains": 3}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        free = attribute_small(**options)
-        kept = attribute_small(**options, run_dir=tmp_path / "run")
-        # as if it had been killed after the first round, and after the first round's scores
-        for gone in [["result.json", "solution-2.safetensors"], ["result.json", "shown.parquet"]]:
-            for name in gone:
-                (tmp_path / "run" / name).unlink(missing_ok=True)
-            again = attribute_small(**options, run_dir=tmp_path / "run")
-            assert torch.equal(again.scores, kept.scores)
-    assert torch.equal(free.scores, kept.scores)
-    assert torch.equal(whence.load(tmp_path / "run").stderr, kept.stderr)
-    assert not (tmp_path / "run" / "solve").exists()
+def test_rounds_in_memory_are_those_of_a_run_directory(solver: str, product: Any, tmp_path: Path) -> None:
+    options = (
+        ROUNDS
+        if solver == "cg"
+        else {"solver": "lissa", "accuracy": 0.8, "until": "top-5 stable", "chains": 3}
+    )
+    free, kept = (
+        attribute_small(**options, part_size=8, product=product, run_dir=run_dir)
+        for run_dir in (None, tmp_path)
+    )
+    assert same(replace(free, seconds={}), timed_like(replace(kept, seconds={}), free))
+    assert holds(tmp_path, "solution-2")
+    assert not holds(tmp_path, "solve-1")  # the ways there are gone
+    assert not list(tmp_path.glob("solve-*"))
+
+
+def timed_like(result: Attribution, other: Attribution) -> Attribution:
+    """The same, with the other's stopwatch."""
+    plan, seconds = result.solve.plan, other.solve.plan.spectrum.seconds_per_term
+    spectrum = replace(plan.spectrum, seconds_per_term=seconds)
+    return replace(result, solve=replace(result.solve, plan=replace(plan, spectrum=spectrum)))
+
+
+def test_a_run_stopped_at_any_file_operation_is_replayed_with_the_same_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file of whichever round was being written: the same scores, events and number of rounds."""
+    options = {**ROUNDS, "part_size": 8, "checkpoint_seconds": 0.0}
+    failing, now = Failing(monkeypatch, fatal=True), ""
+    met: set[str] = set()
+    place = Manifest.place
+
+    def placed(manifest: Manifest, name: str) -> Path:
+        nonlocal now
+        now = name
+        return place(manifest, name)
+
+    monkeypatch.setattr(Manifest, "place", placed)
+    truth = attribute_small(**options, run_dir=tmp_path / "whole")
+    rounds = [n for n in range(1, 20) if holds(tmp_path / "whole", f"solution-{n}")]
+    assert len(rounds) >= 3
+    total = failing.count
+    for limit in range(total // 3, total, max(1, total // 14)):
+        path = tmp_path / str(limit)
+        failing.count, failing.limit = 0, limit
+        with pytest.raises(Killed):
+            attribute_small(**options, run_dir=path)
+        met.add(now)
+        failing.limit = sys.maxsize
+        again = attribute_small(**options, run_dir=path)
+        assert torch.equal(again.chain_scores, truth.chain_scores)
+        assert again.solve.events == truth.solve.events
+        assert same(again, timed_like(replace(truth, seconds=again.seconds), again))
+        assert [n for n in range(1, 20) if holds(path, f"solution-{n}")] == rounds
+        shutil.rmtree(path)
+    later = {name for name in met if re.match(r"(solve|solution|scores)-[2-9]", name)}
+    assert len(later) >= 4, met  # the kills were in later rounds, too
 
 
 def test_on_digits_the_claimed_set_is_the_exact_one() -> None:
