@@ -87,11 +87,10 @@ class Manifest:
         file = _regular(path, "manifest.json")
         tree, _ = files.read_tree(file)
         try:
-            told, form = tree.pop("blake2b"), tree["format"]
-            if told != _digest(tree):
-                raise ValueError("its checksum is another")
-            if form != FORMAT:
+            if (form := tree["format"]) != FORMAT:  # which may have had another checksum, or none
                 _refuse_format(path, form, file.name)
+            if tree.pop("blake2b") != _digest(tree):
+                raise ValueError("its checksum is another")
             found = cls(path, tree.pop("config"), {}, {})
             del tree["format"]
             found._content = decode(_Content, tree, {})
