@@ -16,21 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
-from whence.cleaning.clean import clean
-from whence.cleaning.clean_saving import load_cleaning
-from whence.cleaning.cleaning import Cleaning, safe_cell
-from whence.runs.readings import ReadingParts
 
 import digits
 import pages
 from test_report_in_browser import CONTRASTS, Browser, browser, fill, visit  # noqa: F401 (fixtures)
 from tiny_hf import gpt2_directory
-from whence import Classification, Exhibit, LanguageModeling, Regression, attribute
+from whence import Classification, Cleaning, Exhibit, LanguageModeling, Regression, attribute, clean
 from whence.attribution import load
-from whence.cleaning import measuring
+from whence.cleaning import load_cleaning
+from whence.cleaning import pipeline as measuring
+from whence.cleaning.result import safe_cell
 from whence.cli import app
 from whence.errors import DataError, OptionError, RunDirectoryError
 from whence.report.clean_page import render
+from whence.runs import Run
 
 EXAMPLES = 90
 NAMES = [f"class {k}" for k in range(10)]
@@ -136,7 +135,7 @@ def test_harm_is_the_sum_of_the_scores() -> None:
         assert one.score_low <= one.score <= one.score_high
         assert one.score_effect == pytest.approx(one.score / EXAMPLES)
     with pytest.raises(OptionError, match="no queries were given"):
-        run(probes=0).most_harmful()
+        run(exact_solves=0).most_harmful()
 
 
 def test_the_damping_is_attributes_own() -> None:
@@ -146,7 +145,7 @@ def test_the_damping_is_attributes_own() -> None:
 
 
 def test_a_subset_of_the_terms_and_other_tasks() -> None:
-    part = run(lanczos_terms=30)
+    part = run(spectrum_terms=30)
     assert part.found.bounds.operator_terms == 30
     assert "30 of 90" in render(part.contents())
     assert not torch.equal(part.found.values, finished().found.values)
@@ -217,34 +216,30 @@ def test_an_interrupted_run_goes_on_and_ends_in_the_same_bits(
     product: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(product=product)
-    write = ReadingParts.write
+    read_examples, parts = measuring.read_examples, list[int]()
 
-    def stop_after(number: int) -> Callable[..., None]:
-        def writing(self: ReadingParts, k: int, part: Any) -> None:
-            write(self, k, part)
-            written.append(k)
-            if k == number:
-                raise Stopped
-
-        return writing
+    def reading(*given: Any, stop_after: int | None = None, **options: Any) -> Any:
+        if len(parts) == stop_after:
+            raise Stopped
+        parts.append(int(given[2][0]))
+        return read_examples(*given, **options)
 
     def stop(*_: Any, **__: Any) -> None:
         raise Stopped
 
-    def interrupted(where: Any, name: str, how: Callable[..., None]) -> None:
+    def interrupted(name: str, how: Callable[..., Any]) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(ReadingParts, "write", stop_after(-1))
-            patch.setattr(where, name, how)
+            patch.setattr(measuring, "read_examples", reading)
+            patch.setattr(measuring, name, how)
             with pytest.raises(Stopped):
                 run(product=product, run_dir=tmp_path / "run")
 
-    written: list[int] = []
-    interrupted(measuring, "nystrom", stop)
-    interrupted(measuring, "measure_bounds", stop)
-    interrupted(ReadingParts, "write", stop_after(0))
-    interrupted(ReadingParts, "write", stop_after(2))
-    interrupted(measuring, "calibrate", stop)
-    assert written == [0, 1, 2, 3, 4]  # none of them twice
+    interrupted("nystrom", stop)
+    interrupted("measure_bounds", stop)
+    interrupted("read_examples", functools.partial(reading, stop_after=1))
+    interrupted("read_examples", functools.partial(reading, stop_after=3))
+    interrupted("calibrate", stop)
+    assert parts == [0, 20, 40, 60, 80]  # none of them twice
     assert (tmp_path / "run" / "curvature.safetensors").exists()
     assert same(run(product=product, run_dir=tmp_path / "run"), whole)
     assert not (tmp_path / "run" / "curvature.safetensors").exists()  # as large as the model, times the rank
@@ -268,19 +263,18 @@ def test_a_finished_run_is_read_and_not_computed(tmp_path: Path, monkeypatch: py
     harm = run(run_dir=tmp_path, queries=problem()[2]).harm  # nothing but the queries is solved for
     assert harm is not None
     assert torch.equal(harm.scores, finished().harm.scores)  # type: ignore[union-attr]
-    ReadingParts(tmp_path / "self-influence").path(1).unlink()
-    with pytest.raises(RunDirectoryError, match=r"lacks 1 of 5 parts; delete cleaning\.json"):
-        run(run_dir=tmp_path)
 
 
 def test_a_broken_part_is_named(tmp_path: Path) -> None:
     run(run_dir=tmp_path)
-    path = ReadingParts(tmp_path / "self-influence").path(2)
-    path.write_bytes(b"not parquet")
-    with pytest.raises(RunDirectoryError, match=r"part-00002\.parquet cannot be read"):
+    with Run.again(tmp_path) as directory:
+        directory.drop("self-influence")
+    part = tmp_path / "readings" / "part-00002.parquet"
+    whole = part.read_bytes()
+    part.write_bytes(b"not parquet")
+    with pytest.raises(RunDirectoryError, match=r"part-00002\.parquet was damaged or changed"):
         run(run_dir=tmp_path)
-    path.unlink()
-    (tmp_path / "cleaning.json").unlink()
+    part.write_bytes(whole)
     assert same(run(run_dir=tmp_path), run())
 
 
@@ -303,21 +297,20 @@ def test_tasks_without_labels_are_read_again(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_not_read(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="holds no run of whence clean"):
+    with pytest.raises(RunDirectoryError, match="holds no finished run of whence clean"):
         load_cleaning(tmp_path)
-    run(run_dir=tmp_path, probes=0)
+    run(run_dir=tmp_path, exact_solves=0)
     with pytest.raises(RunDirectoryError, match=rf"a run of whence clean.*`whence report {tmp_path}`"):
         load(tmp_path)
-    (tmp_path / "examples.parquet").write_bytes(b"not parquet")
-    with pytest.raises(RunDirectoryError, match="was changed since it was written"):
+    (cleaning,) = tmp_path.glob("cleaning.*")
+    cleaning.write_bytes(b"{}")
+    with pytest.raises(RunDirectoryError, match="was damaged or changed"):
         load_cleaning(tmp_path)
-    (tmp_path / "page.json").write_text("{}")
-    with pytest.raises(RunDirectoryError, match="was changed since it was written"):
-        load_cleaning(tmp_path)
-    (tmp_path / "page.json").unlink()
+    with Run.again(tmp_path) as directory:
+        directory.drop("cleaning")
     assert "is not finished" in invoke("report", tmp_path, code=2).stderr
-    run(run_dir=tmp_path, probes=0)
-    assert same(load_cleaning(tmp_path), run(probes=0))
+    run(run_dir=tmp_path, exact_solves=0)
+    assert same(load_cleaning(tmp_path), run(exact_solves=0))
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
@@ -326,14 +319,14 @@ def test_what_is_not_there_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"by": "magic"}, "self-influence, loss, gradient-norm"),
+        ({"by": "magic"}, "'self-influence', 'loss' or 'gradient-norm'"),
         ({"rank": 0}, "rank is 0"),
         ({"damping": 0.0}, "damping is 0"),
         ({"damping": "large"}, "lambda_max/50"),
-        ({"probes": 1}, "probes is 1"),
-        ({"probes": -3}, "probes is -3"),
+        ({"exact_solves": 1}, "exact_solves is 1"),
+        ({"exact_solves": -3}, "exact_solves is -3"),
         ({"shown": 0}, "shown is 0"),
-        ({"lanczos_terms": 0}, "lanczos_terms is 0"),
+        ({"spectrum_terms": 0}, "spectrum_terms is 0"),
         ({"part_size": 0}, "part_size is 0"),
         ({"product": "guess"}, "product is 'guess'"),
     ],
@@ -543,7 +536,7 @@ def test_the_command_over_a_language_model(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "queries.jsonl").write_text(json.dumps({"prompt": "the cat", "completion": " sat"}) + "\n")
     job = [tmp_path / "model", "--train", tmp_path / "train.jsonl", "--queries", tmp_path / "queries.jsonl"]
-    job += ["--rank", 8, "--run", tmp_path / "run"]
+    job += ["--rank", 8, "--run-dir", tmp_path / "run"]
     printed = invoke("clean", *job, "--top", 2).stdout
     assert "most suspicious by self-influence" in printed
     assert "most harmful for the queries" in printed

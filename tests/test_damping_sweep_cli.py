@@ -106,6 +106,8 @@ def test_json_gives_all_numbers_and_they_are_right(printed: dict[str, Any]) -> N
 def test_the_plan_itself_is_as_without_the_sweep(model: str, printed: dict[str, Any]) -> None:
     plain = json.loads(invoke("plan", model, "--json").stdout)
     assert "damping_sweep" not in plain
+    for plan in (plain["plan"], printed["plan"]):
+        assert plan["spectrum"].pop("seconds_per_term") > 0  # measured on a machine that does other things
     assert plain["plan"] == printed["plan"]
 
 

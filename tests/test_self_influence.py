@@ -83,7 +83,7 @@ def test_the_form_is_that_of_the_approximation() -> None:
     P = nystrom(gnh, 0.01, rank=7, generator=generator())
     U = torch.cat([t.flatten(1) for t in P.vectors.values()], dim=1).T @ P.correction
     dense = 0.01 * torch.eye(len(U), dtype=DOUBLE) + (U * P.eigenvalues) @ U.T
-    found = read_examples(gnh, P, [torch.arange(0, 11), torch.arange(11, 20)])
+    found = read_examples(gnh, P, torch.arange(20))
     assert torch.allclose(found.forms, (w.T * torch.linalg.solve(dense, w.T)).sum(0), rtol=1e-9)
     assert float((found.errors / found.forms).max()) < 1e-10
     exact = exact_values(dense_gauss_newton(gnh).matrix, w, 0.01)
@@ -198,11 +198,11 @@ def test_the_measured_end_of_the_spectrum_is_above_the_true_one() -> None:
 def test_exact_solves_of_a_few_estimate_the_scale_without_bias() -> None:
     gnh = small()
     P = nystrom(gnh, 0.01, rank=4, generator=generator())
-    found = read_examples(gnh, P, [torch.arange(20)])
+    found = read_examples(gnh, P, torch.arange(20))
     exact = exact_values(dense_gauss_newton(gnh).matrix, gradients(gnh), 0.01)
     ratios = exact / found.forms
     truth = float(exact.sum() / found.forms.sum())
-    scale = calibrate(gnh, P, gnh, found, generator=generator(3), probes=400)
+    scale = calibrate(gnh, P, gnh, found, generator=generator(3), solves=400)
     assert scale is not None
     assert abs(scale.value - truth) < 4 * scale.stderr
     assert scale.stderr < 0.05 * truth
@@ -212,10 +212,10 @@ def test_exact_solves_of_a_few_estimate_the_scale_without_bias() -> None:
     assert scale.num_products < 20  # all of them share the products
 
 
-def test_probes_are_solved_for_in_groups_that_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_solves_are_in_groups_that_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gnh = small()
     P = nystrom(gnh, 0.01, rank=4, generator=generator())
-    found = read_examples(gnh, P, [torch.arange(20)])
+    found = read_examples(gnh, P, torch.arange(20))
     together = calibrate(gnh, P, gnh, found, generator=generator(3))
     monkeypatch.setattr(bounds_module, "half_of_memory", lambda device: 8.0 * gnh.num_parameters * 25)
     apart = calibrate(gnh, P, gnh, found, generator=generator(3))
@@ -225,8 +225,8 @@ def test_probes_are_solved_for_in_groups_that_fit_the_memory(monkeypatch: pytest
     assert apart.num_products > together.num_products
 
 
-def test_without_probes_the_value_is_the_form() -> None:
-    found = self_influence(small(), 0.01, rank=5, probes=0, generator=generator())
+def test_without_exact_solves_the_value_is_the_form() -> None:
+    found = self_influence(small(), 0.01, rank=5, exact_solves=0, generator=generator())
     assert found.calibration is None
     assert torch.allclose(found.values, found.high, rtol=1e-6)
 
@@ -257,9 +257,9 @@ def test_the_rank_is_what_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"rank": 0}, "rank is 0"),
         ({"damping": -1.0}, "damping must be a positive number"),
         ({"terms": 0}, "terms is 0"),
-        ({"probes": 1}, "probes is 1"),
+        ({"exact_solves": 1}, "solves is 1"),
     ],
-    ids=["rank", "damping", "terms", "probes"],
+    ids=["rank", "damping", "terms", "solves"],
 )
 def test_impossible_settings_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(OptionError, match=says):
@@ -291,7 +291,7 @@ def test_an_example_with_an_infinite_loss_is_named() -> None:
     model = Overflowing().eval()
     P = nystrom(GaussNewton(model, Classification(), data[:6]), 0.1, rank=2, generator=generator())
     with pytest.raises(DataError, match="the loss of example 7 is inf"):
-        read_examples(GaussNewton(model, Classification(), data), P, [torch.arange(8)])
+        read_examples(GaussNewton(model, Classification(), data), P, torch.arange(8))
 
 
 def test_examples_without_gradient_have_no_scale() -> None:
@@ -350,7 +350,7 @@ def test_digits() -> None:
 
 def test_two_approximations_rank_digits_alike() -> None:
     gnh, _, _ = few_digits()
-    found = [self_influence(gnh, 0.02, rank=24, generator=generator(seed), probes=0) for seed in (1, 2)]
+    found = [self_influence(gnh, 0.02, rank=24, generator=generator(seed), exact_solves=0) for seed in (1, 2)]
     assert not torch.equal(found[0].values, found[1].values)
     assert float(digits.correlation(found[0].values, found[1].values)) > 0.97
 

@@ -19,7 +19,6 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from typer.testing import CliRunner
-from whence.runs.scores import PartOfScores
 
 import whence
 from small import generator
@@ -27,8 +26,8 @@ from whence import Attribution, Classification, Dense, ParamVector, validate
 from whence.cli import app
 from whence.cli.validate import parse_duration
 from whence.errors import DataError, OptionError, RunDirectoryError, SolverError
-from whence.report.checks import NAMES, Check, Comparison, Validation
-from whence.runs import ScoreParts
+from whence.report.checks import LIMITS, NAMES, Check, Comparison, Validation
+from whence.runs import Run, as_json, read
 from whence.validation import ProximalResponse, check_condition, damping_sweep
 from whence.validation.checks import batch_check, damping_check, fine_tuning_check, solver_check
 
@@ -80,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "build.py").write_text(BUILD)
     lissa = ["--solver", "lissa", "--refine", "2"]  # which has batches to check, and chains to compare
     invoke(
-        "attribute", f"{root / 'build.py'}:everything", "--damping", DAMPING, "--run", root / "run", *lissa
+        "attribute", f"{root / 'build.py'}:everything", "--damping", DAMPING, "--run-dir", root / "run", *lissa
     )
     return root
 
@@ -130,8 +129,7 @@ def test_the_command_checks_writes_shows_and_goes_on(run: Path) -> None:
     assert "trust: Does fine-tuning agree with the scores?" in text
     assert "linear_datamodeling_score" in text
     assert "report.html" in text
-    kept = (run / "validation.json").read_bytes()
-    found = Validation.from_json(json.loads(kept))
+    found = read(run, "validation", Validation)
     assert [check.name for check in found.checks] == list(NAMES)
     assert all(check.ran for check in found.checks)
     assert found.finished
@@ -146,16 +144,16 @@ def test_the_command_checks_writes_shows_and_goes_on(run: Path) -> None:
     assert invoke("report", run, "--output", run / "other.html").exit_code == 0
     assert (run / "other.html").read_text() == page
     again = json.loads(invoke("validate", run, "--budget", "10min", "--points", "2", "--json").stdout)
-    assert (run / "validation.json").read_bytes() == kept  # nothing was computed again
     assert again.pop("report") == str(run / "report.html")
-    assert again == json.loads(kept)
+    assert (again.pop("verdict"), again.pop("summary")) == (found.verdict, found.summary)
+    assert again.pop("limits") == LIMITS
+    assert again == json.loads(json.dumps(as_json(found)))  # with all its seconds: nothing was computed again
 
 
 def test_scores_that_are_wrong_end_the_command_with_a_code_of_their_own(run: Path) -> None:
-    scores = ScoreParts(run / "scores")
-    part = scores.read(0)
-    assert part is not None
-    scores.write(0, PartOfScores(part.indices, part.terms, -part.chains, part.dots))
+    wrong = whence.load(run)
+    with Run.again(run) as directory:
+        directory.put("result", Attribution, replace(wrong, chain_scores=-wrong.chain_scores))
     found = json.loads(invoke("validate", run, "--points", "1", "--json", code=5).stdout)
     assert found["verdict"] == "doubt"
     page = (run / "report.html").read_text()
@@ -174,7 +172,7 @@ def test_a_saved_copy_keeps_what_was_found(result: Attribution, tmp_path: Path) 
         (["nothing"], "nothing holds no run"),
         (["unfinished"], "not finished"),
         (["python"], r"whence\.validate\(model, train, queries, whence\.load\('python'\)"),
-        (["changed"], r"validation\.json .*Delete it and validate again"),
+        (["changed"], r"validation.* was damaged or changed"),
         (["run", "--budget", "0"], "budget is 0"),
         (["run", "--budget", "soon"], "'soon'.*10min"),
         (["run", "--points", "0"], "points is 0"),
@@ -184,11 +182,15 @@ def test_bad_input_gets_one_clear_message(
     run: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run.parent)
-    for name, missing in (("unfinished", "result.json"), ("python", "command.json"), ("changed", None)):
+    for name, missing in (("unfinished", "result"), ("python", "command")):
         shutil.copytree(run, name)
-        if missing:
-            Path(name, missing).unlink()
-    Path("changed", "validation.json").write_text('{"checks": [{"name": "solver"}], "about": ""}')
+        with Run.again(name) as copied:
+            copied.drop(missing)
+    shutil.copytree(run, "changed")
+    with Run.again("changed") as copied:
+        copied.put("validation", Validation, Validation("", ()))
+    (changed,) = Path("changed").glob("validation.*")
+    changed.write_text('{"checks": [{"name": "solver"}], "about": ""}')
     found = invoke("validate", *arguments, code=2)
     assert re.search(message, " ".join(found.stderr.split())), found.stderr
     assert "Traceback" not in found.output
@@ -243,7 +245,7 @@ def test_an_interrupted_call_goes_on_where_it_was(result: Attribution, tmp_path:
         count_calls(patch, names, pbrf=2)
         with pytest.raises(KeyboardInterrupt):
             check_all(result, points=3, directory=tmp_path)
-    partial = Validation.from_json(json.loads((tmp_path / "validation.json").read_text()))
+    partial = read(tmp_path, "validation", Validation)
     assert [check.name for check in partial.checks] == ["solver", "batch"]
     assert "fine-tuning and the damping are missing" in partial.summary
     assert len(partial.comparisons) == 6
@@ -520,7 +522,6 @@ def test_orders_that_change_with_the_damping_are_doubted(result: Attribution) ->
 def test_the_verdict_of_all_checks(verdicts: Sequence[Any], expected: str) -> None:
     found = Validation("", tuple(Check(n, v, "Said.") for n, v in zip(NAMES, verdicts, strict=True)))
     assert found.verdict == expected
-    assert Validation.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert str(found).count("Said.") == 4
     assert ("Left open" in found.summary) == ("cannot tell" in verdicts)
 

@@ -108,8 +108,10 @@ def clean(
         check_rank(gnh, 1.0, chosen.rank)
     if queries is not None:
         query_terms(queries, gnh)  # refused before anything is measured
-    identity, clock = operator_identity(gnh), Stopwatch()
+    identity, clock, earlier = operator_identity(gnh), Stopwatch(), dict[str, float]()
     with Run(run_dir, {"command": "clean", **chosen.saved()}, identity=identity) as run:
+        if run.path is not None and run.has("cleaning"):  # its numbers are read, and took what they took then
+            earlier = dict(read(run.path, "cleaning", Cleaning).seconds)
         with clock.phase("spectrum"):
             spectrum = measure(run, gnh, chosen)
         found = measure_self_influence(run, gnh, chosen, spectrum, clock)
@@ -137,7 +139,7 @@ def clean(
                     "by": chosen.by,
                 },
                 versions=environment(),
-                seconds=clock.seconds,
+                seconds={**clock.seconds, **earlier},
             )
             result = _with_exhibits(result, describer(train, describe, tokenizer, class_names))
         return run.put(

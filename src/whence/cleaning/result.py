@@ -120,7 +120,9 @@ class Cleaning:
             "loss": self.found.losses,
             "gradient-norm": self.found.norms,
         }
-        return measures[by or self.by]
+        if (by := by or self.by) not in measures:
+            raise OptionError(f"by is {by!r}; it must be one of {', '.join(measures)}")
+        return measures[by]
 
     @cached_property
     def order(self) -> Tensor:

@@ -94,12 +94,11 @@ class Manifest:
         file = _regular(path, "manifest.json")
         tree, _ = files.read_tree(file)
         try:
-            told = tree.pop("blake2b")
-            if told != _digest(tree):
-                raise ValueError("its checksum is another")
-            form = tree.pop("format")
-            if form != FORMAT:
+            if (form := tree["format"]) != FORMAT:  # which may have had another checksum, or none
                 _refuse_format(path, form, file.name)
+            if tree.pop("blake2b") != _digest(tree):
+                raise ValueError("its checksum is another")
+            del tree["format"]
             found = cls(path, {}, {}, {})
             found._content = decode(_Content, tree, {})
         except RunDirectoryError:

@@ -109,7 +109,7 @@ class Spectrum:
                 f"tolerance is {tolerance}; it is an error relative to the solution, between 0 and 1"
             )
         rate = 0.5 * math.log(2 / tolerance)
-        j = np.arange(math.ceil(rate * math.sqrt(1 + self.lambda_max.value / damping)))
+        j = _few_up_to(rate * math.sqrt(1 + self.lambda_max.value / damping))
         found = j + rate * np.sqrt(1 + self._ranked((j + 1) * columns + deflated) / damping)
         return max(1.0, float(found.min()))
 
@@ -283,6 +283,13 @@ def _top(
     high = max(min(found.lambda_max.value, frobenius.upper()), held_out.value)
     error = max((high - held_out.value) / 2, held_out.stderr, found.lambda_max.stderr)
     return Estimate(0.5 * (high + held_out.value), error), found, seconds
+
+
+def _few_up_to(limit: float) -> NDArray[np.int64]:
+    """0, 1, 2, … below a limit: the first thousand all, then less than a percent apart, so that they are few."""
+    limit = min(limit, 1e15)
+    first = np.arange(min(math.ceil(limit), 1000))
+    return first if limit <= 1000 else np.append(first, np.geomspace(1000, limit, 4000).astype(np.int64))
 
 
 def _relative(estimate: Estimate) -> float:
