@@ -1,5 +1,7 @@
-"""What can be asked of each command: one frozen dataclass is its keyword signature, its command line, its saved
-configuration and what a resumed run compares itself with. A new option is written once, here.
+"""What can be asked of each command, as one frozen dataclass.
+
+It is the command's keyword signature, its command line, its saved configuration and what a resumed run compares itself
+with. A new option is written once, here.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ def takes(*classes: type[Any]) -> Callable[[Callable[..., None]], Callable[..., 
 
         def run(**given: Any) -> None:
             with errors_become_messages():
-                instances = [_instance(cls, given) for cls in classes]  # each takes its own out of what was given
+                instances = [
+                    _instance(cls, given) for cls in classes
+                ]  # each takes its own out of what was given
                 command(*instances, **given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__

@@ -25,7 +25,17 @@ from whence.runs.lock import lock
 from whence.runs.manifest import Manifest, version_of
 from whence.vectors import ParamVector
 
-__all__ = ["Journal", "Remembering", "Run", "Scalar", "check_run", "environment", "holds", "read", "read_table"]
+__all__ = [
+    "Journal",
+    "Remembering",
+    "Run",
+    "Scalar",
+    "check_run",
+    "environment",
+    "holds",
+    "read",
+    "read_table",
+]
 
 T = TypeVar("T")
 #: A value of an option.

@@ -30,16 +30,11 @@ __all__ = [
     "checksum",
     "json_bytes",
     "parse_json",
-    "read_json",
-    "read_object",
     "read_table",
-    "read_tensors",
     "read_tree",
     "replace_file",
     "write_bytes",
-    "write_json",
     "write_table",
-    "write_tensors",
     "write_tree",
 ]
 
