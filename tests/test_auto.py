@@ -75,7 +75,7 @@ def test_the_costs_are_those_of_the_rule(queries: int) -> None:
 
 
 def test_conjugate_gradients_by_default_and_preconditioned_where_that_is_cheaper() -> None:
-    little = chosen(100.0, num_terms=500)
+    little = chosen(20.0, num_terms=500)
     assert (little.best.solver, little.best.rank) == ("cg", 0)
     small_damping = chosen(0.005, num_terms=500)
     assert (small_damping.best.solver, small_damping.best.rank) == ("cg", 16)

@@ -198,7 +198,7 @@ class CleanOptions(RunOptions):
     )
     rank: int | None = option(
         None,
-        "Directions of the curvature's approximation: so many copies of the model. 32, or what half of the memory holds.",
+        "Directions of the curvature's approximation: copies of the model. 32, or what half of the memory holds.",
         common=True,
     )
     exact_solves: int = option(

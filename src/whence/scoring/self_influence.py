@@ -313,8 +313,8 @@ def self_influence(
 ) -> SelfInfluence:
     """Self-influence of all training examples, or of some.
 
-    Costs about ``rank + 16`` products and a few iterations for the exact solves, then one backward and one forward for each
-    example.
+    Costs about ``rank + 16`` products and a few iterations for the exact solves, then one backward and one forward for
+    each example.
 
     Args:
         gnh: the operator; brings the network, task and data.

@@ -3,19 +3,19 @@
 Costs are counted in terms gone through for all queries together. With n terms, q queries, m chains, κ = λmax/λ, and an
 error ε of the scores, relative to their size, for which the proven error may be 2ε:
 
-*Conjugate gradients* take ``n·K`` terms, ``K = ½ √(1 + λ_q/λ) · ln(2/2ε)``: a block of q columns converges as if the q-1
-largest eigenvalues were not there (`Spectrum.cg_iterations`).
+*Conjugate gradients* take ``n·K`` terms, ``K = ½ √(1 + λ_q/λ) · ln(2/2ε)``: a block of q columns converges as if the
+q - 1 largest eigenvalues were not there (`Spectrum.cg_iterations`).
 
-*With a low-rank preconditioner* of rank r = 16, made from a tenth of the terms, λ_{q+r/2} takes the place of λ_q; making
-it is r products of one column over that tenth.
+*With a low-rank preconditioner* of rank r = 16, made from a tenth of the terms, λ_{q+r/2} takes the place of λ_q;
+making it is r products of one column over that tenth.
 
-*LiSSA* takes ``m·T·|B|`` terms: the paper's plan, and at least ``2·C·d₂(λ)/ε²`` for the error bar that was asked for. This
-does not depend on n.
+*LiSSA* takes ``m·T·|B|`` terms: the paper's plan, and at least ``2·C·d₂(λ)/ε²`` for the error bar that was asked for.
+This does not depend on n.
 
-The rule: **conjugate gradients, preconditioned where that is cheaper; LiSSA where twice its cost is still less.** Twice,
-because its price is what it costs if nothing goes wrong: a few examples of huge curvature double the batch and begin all
-again. A step over few terms costs more than these, so every pass counts as `Passes.start` terms more. Work is counted,
-never timed: a choice by stop-watch would differ between two runs of the same job.
+The rule: **conjugate gradients, preconditioned where that is cheaper; LiSSA where twice its cost is still less.**
+Twice, because its price is what it costs if nothing goes wrong: a few examples of huge curvature double the batch and
+begin all again. A step over few terms costs more than these, so every pass counts as `Passes.start` terms more. Work is
+counted, never timed: a choice by stop-watch would differ between two runs of the same job.
 
 Measured by ``python -m benchmarks.solvers``.
 """
@@ -137,7 +137,8 @@ class Choice:
     def words(self) -> str:
         """Why this one, in a sentence or two."""
         best, *others = (self._priced(alternative) for alternative in self.alternatives)
-        return f"To reach a correlation of {self.accuracy:g} with the exact scores: {best}. Instead of: {'; '.join(others)}."
+        aim = f"To reach a correlation of {self.accuracy:g} with the exact scores"
+        return f"{aim}: {best}. Instead of: {'; '.join(others)}."
 
     def _priced(self, alternative: Alternative) -> str:
         passes = alternative.terms / self.num_terms

@@ -1,4 +1,4 @@
-"""`CGState`: conjugate gradients in flight, in tensors and numbers alone, so that they can be saved and gone on with."""
+"""`CGState`: conjugate gradients in flight, in tensors and numbers alone, so that they can be saved and resumed."""
 
 from __future__ import annotations
 
