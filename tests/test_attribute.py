@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -338,6 +339,38 @@ def test_loading_what_is_not_there(tmp_path: Path) -> None:
         attribute_small(refine=0)
     with pytest.raises(RunDirectoryError, match="is not finished"):
         whence.load(tmp_path)
+
+
+# --- from here to the model ------------------------------------------------------------------------------------
+
+#: Calls of whence's own functions between `attribute` and the model's forward pass, at most; not to grow.
+DEEPEST = 20
+
+
+def own_functions() -> list[str]:
+    """Functions of the package on the stack, outermost first; not lambdas, comprehensions and context managers."""
+    package, found = str(Path(whence.__file__).parent), []
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(package) and not code.co_name.startswith("<"):
+            found.append(f"{Path(code.co_filename).relative_to(package)}:{code.co_name}")
+        frame = frame.f_back
+    return found[::-1]
+
+
+@pytest.mark.parametrize("product", ["exact", "finite-difference"])
+@pytest.mark.parametrize("solver", ["cg", "lissa"])
+def test_from_attribute_to_the_model_is_not_far(solver: str, product: str) -> None:
+    model, data, stacks = classifier(), vectors(torch.float64), set[tuple[str, ...]]()
+    model.register_forward_pre_hook(lambda *_: stacks.add(tuple(own_functions())))
+    whence.attribute(
+        model, data, data[:2], task=Classification(), solver=solver, product=product, damping="lambda_max/10"
+    )
+    solving = [stack for stack in stacks if "attribution/pipeline.py:solve" in stack]
+    assert solving
+    deepest = max(solving, key=len)
+    assert len(deepest) <= DEEPEST, "\n".join(deepest)
 
 
 # --- what it refuses -----------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -33,8 +31,9 @@ from whence import (
     ParamVector,
     Regression,
 )
-from whence.errors import ModelError, OptionError, RunDirectoryError, VectorError
+from whence.errors import ModelError, OptionError, VectorError
 from whence.preconditioners.ekfac import Ekfac, KroneckerBlock, ekfac
+from whence.runs import read_value, write_value
 from zoo import CASES, VOCABULARY, sequences, vectors
 
 ZOO = {case.name: case for case in CASES}
@@ -376,18 +375,16 @@ def test_its_fields_are_all_there_is() -> None:
 def test_saving(tmp_path: Path) -> None:
     gnh = from_zoo("convnet")
     P = ekfac(gnh, 0.1, generator=generator())
-    save_file(P.tensors(), tmp_path / "P.safetensors")
-    notes = json.loads(json.dumps(P.notes()))
-    again = Ekfac.from_tensors(load_file(tmp_path / "P.safetensors"), notes)
-    assert all(torch.equal(tensor, P.tensors()[name]) for name, tensor in again.tensors().items())
+    write_value(tmp_path / "P.safetensors", P)
+    again = read_value(tmp_path / "P.safetensors", Ekfac)
+    for before, after in zip(P.blocks, again.blocks, strict=True):
+        assert (after.weight, after.bias) == (before.weight, before.bias)
+        for part in ("left", "right", "eigenvalues"):
+            assert torch.equal(getattr(after, part), getattr(before, part))
     v = gnh.zeros().randn_like(generator())
     assert relative_error(again.solve(v), P.solve(v)) < 1e-14
-    assert again.notes() == P.notes()
+    assert {**vars(again), "blocks": P.blocks} == vars(P)
     assert repr(again) == repr(P)
-    with pytest.raises(RunDirectoryError, match="eigenvalues"):
-        Ekfac.from_tensors({n: t for n, t in P.tensors().items() if n != "1.eigenvalues"}, notes)
-    with pytest.raises(RunDirectoryError, match="uncovered"):
-        Ekfac.from_tensors(P.tensors(), {n: value for n, value in notes.items() if n != "uncovered"})
 
 
 # --- the data ------------------------------------------------------------------------------------------------------

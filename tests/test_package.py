@@ -77,3 +77,11 @@ def test_extras_that_errors_name_exist() -> None:
     }
     assert len(named) >= 2
     assert named <= extras
+
+
+def test_importing_loads_no_heavy_library() -> None:
+    """They are for demos, pages' figures and formats that may never be asked for."""
+    heavy = ["transformers", "datasets", "pandas", "matplotlib", "sklearn", "pyarrow", "curvlinops"]
+    program = f"import sys, whence, whence.cli; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,7 @@ from whence.preconditioners import (
     nystrom,
 )
 from whence.preconditioners import blocks as blocks_module
+from whence.runs import read_value, write_value
 from whence.spectrum import sampling_constant
 
 N = 60
@@ -409,35 +410,31 @@ def test_its_fields_are_all_there_is() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_saved_and_read_again_bit_for_bit(dtype: str, tmp_path: Path) -> None:
-    from whence.runs.files import read_tensors, write_tensors
-
     H = prescribed(SPECTRA["slow"], dtype=DTYPES[dtype], shapes=SHAPES)
     for maker in ("nystrom", "unconverged"):
         P = MAKERS[maker](H, 0.01, 0)
-        write_tensors(tmp_path / "P.safetensors", P.tensors(), P.notes())
-        again = LowRank.from_tensors(*read_tensors(tmp_path / "P.safetensors"))
-        assert again.notes() == P.notes()
-        assert {name: t.dtype for name, t in again.tensors().items()} == {
-            name: t.dtype for name, t in P.tensors().items()
-        }
-        assert all(torch.equal(again.tensors()[name], tensor) for name, tensor in P.tensors().items())
+        write_value(tmp_path / "P.safetensors", P)
+        again = read_value(tmp_path / "P.safetensors", LowRank)
+        for field in fields(P):
+            before, after = getattr(P, field.name), getattr(again, field.name)
+            if isinstance(before, torch.Tensor):
+                assert after.dtype == before.dtype
+                assert torch.equal(after, before)
+            elif not isinstance(before, ParamVector):
+                assert after == before
         assert list(again.vectors) == list(P.vectors)
+        assert all(torch.equal(again.vectors[name], P.vectors[name]) for name in P.vectors)
         v = H.zeros(2).randn_like(generator(1))
         assert all(torch.equal(again.solve(v)[name], P.solve(v)[name]) for name in v)
         assert (again.smallest, again.promised_largest) == (P.smallest, P.promised_largest)
 
 
-def test_tensors_of_something_else_are_refused() -> None:
+def test_what_is_no_low_rank_preconditioner_is_refused() -> None:
     P = by_nystrom(prescribed(SPECTRA["slow"]), 0.01, 0)
-    with pytest.raises(VectorError, match="missing eigenvalues"):
-        LowRank.from_tensors({n: t for n, t in P.tensors().items() if n != "eigenvalues"}, P.notes())
-    with pytest.raises(VectorError, match="missing slack"):
-        LowRank.from_tensors(P.tensors(), {n: v for n, v in P.notes().items() if n != "slack"})
-    turned = {**P.tensors(), "eigenvalues": P.eigenvalues.flip(0)}
     with pytest.raises(VectorError, match="positive and falling"):
-        LowRank.from_tensors(turned, P.notes())
+        replace(P, eigenvalues=P.eigenvalues.flip(0))
     with pytest.raises(VectorError, match="k eigenvalues"):
-        LowRank.from_tensors({**P.tensors(), "correction": torch.eye(2)}, P.notes())
+        replace(P, correction=torch.eye(2))
 
 
 # --- solving ---------------------------------------------------------------------------------------------------

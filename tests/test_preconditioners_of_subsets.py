@@ -38,6 +38,7 @@ from whence.preconditioners import (
     nystrom,
     settled_eigenvalues,
 )
+from whence.runs.codec import decode, encode
 from whence.solvers import CGState
 
 
@@ -223,7 +224,7 @@ def test_shrinking_multiplies_the_eigenvalues_and_copies_nothing() -> None:
     assert P.shrunk().shrunk().scale == P.shrunk().scale == 0.1
     whole = by_nystrom(H, 0.01, 300, 0)
     assert torch.equal(whole.shrunk().eigenvalues, whole.eigenvalues)
-    again = LowRank.from_tensors(half.tensors(), half.notes())
+    again = decode(LowRank, *encode(half))
     assert (again.smallest, again.scale, again.share) == (half.smallest, 0.5, 0.2)
     for factor in (0.0, -0.1, 1.5, math.nan):
         with pytest.raises(OptionError, match="the factor is"):

@@ -79,7 +79,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "build.py").write_text(BUILD)
     lissa = ["--solver", "lissa", "--refine", "2"]  # which has batches to check, and chains to compare
     invoke(
-        "attribute", f"{root / 'build.py'}:everything", "--damping", DAMPING, "--run-dir", root / "run", *lissa
+        "attribute",
+        f"{root / 'build.py'}:everything",
+        "--damping",
+        DAMPING,
+        "--run-dir",
+        root / "run",
+        *lissa,
     )
     return root
 

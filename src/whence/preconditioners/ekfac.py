@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from whence.errors import OptionError, RunDirectoryError, VectorError
+from whence.errors import OptionError, VectorError
 from whence.model.gauss_newton import ACTIVATION_BUDGET, GaussNewton
 from whence.preconditioners.base import Preconditioner, check_damping
 from whence.preconditioners.ekfac_factors import KroneckerBlock, measure_factors
@@ -33,7 +33,6 @@ Curvature = Literal["auto", "exact", "sampled"]
 
 #: Examples with up to this many outputs get the exact curvature by default: a backward pass for each output.
 _EXACT_OUTPUTS = 16
-_NOTES = ("damping", "uncovered", "terms", "num_passes", "curvature")
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,41 +118,6 @@ class Ekfac(Preconditioner):
     def with_damping(self, damping: float) -> Ekfac:
         """The same for another λ, at no cost: neither the basis nor E depends on it."""
         return replace(self, damping=damping)
-
-    # --- kept on disk ------------------------------------------------------------------------------------
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What to write, by names; with `notes` all that `from_tensors` needs."""
-        return {
-            f"{k}.{part}": tensor
-            for k, block in enumerate(self.blocks)
-            for part in ("left", "right", "eigenvalues")
-            if (tensor := getattr(block, part)) is not None
-        }
-
-    def notes(self) -> dict[str, Any]:
-        """The values beside the tensors, as JSON takes them."""
-        # whether a factor is the identity is said: a tensor that is absent may have been lost
-        layers = [[block.weight, block.bias, block.left is None] for block in self.blocks]
-        return {"layers": layers, **{name: getattr(self, name) for name in _NOTES}}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> Ekfac:
-        """Inverse of `tensors` and `notes`, bit for bit."""
-        try:
-            blocks = tuple(
-                KroneckerBlock(
-                    weight,
-                    bias,
-                    None if identity else tensors[f"{k}.left"],
-                    tensors[f"{k}.right"],
-                    tensors[f"{k}.eigenvalues"],
-                )
-                for k, (weight, bias, identity) in enumerate(notes["layers"])
-            )
-            return cls(blocks=blocks, **{name: notes[name] for name in _NOTES})
-        except KeyError as error:
-            raise RunDirectoryError(f"a saved EK-FAC preconditioner lacks {error}; make it again") from error
 
 
 def ekfac(

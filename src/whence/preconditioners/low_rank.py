@@ -10,9 +10,7 @@ one, `nystrom` and `deflation`. Memory: k copies of the model, for as long as P 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +27,6 @@ NO_CURVATURE = (
     "the operator has no curvature in any of the directions tried: the outputs do not depend on the selected "
     "parameters, or the model is certain of every answer. There is nothing to precondition"
 )
-
-_NOTES = ("damping", "slack", "settled", "terms", "exact_for_terms", "num_products", "share", "scale")
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,36 +190,6 @@ class LowRank(Preconditioner):
         self.vectors.check_same_space(operator.zeros(), "operator's space")
         exact = self.exact_for_terms == operator.num_terms
         return replace(self, exact_for_terms=operator.num_terms if exact else None)
-
-    # --- kept on disk ------------------------------------------------------------------------------------
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What to write, by names; with `notes` all that `from_tensors` needs."""
-        named = {f"vectors/{name}": tensor for name, tensor in self.vectors.items()}
-        return {"eigenvalues": self.eigenvalues, "correction": self.correction, **named}
-
-    def notes(self) -> dict[str, Any]:
-        """The numbers beside the tensors, as JSON takes them."""
-        return {name: getattr(self, name) for name in _NOTES}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> LowRank:
-        """Inverse of `tensors` and `notes`, bit for bit."""
-        small = ("eigenvalues", "correction")
-        missing = [name for name in small if name not in tensors]
-        missing += [name for name in _NOTES if name not in notes]
-        own = {name.removeprefix("vectors/"): t for name, t in tensors.items() if name not in small}
-        if missing or not own:
-            raise VectorError(
-                f"these tensors are no low-rank preconditioner: missing {', '.join(missing) or 'its vectors'}. "
-                "Make it again"
-            )
-        return cls(
-            vectors=ParamVector(own, columns=len(tensors["eigenvalues"])),
-            eigenvalues=tensors["eigenvalues"],
-            correction=tensors["correction"],
-            **{name: notes[name] for name in _NOTES},
-        )
 
 
 # --- what both ways to make one share --------------------------------------------------------------------
