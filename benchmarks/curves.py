@@ -84,7 +84,9 @@ def draw(rows: list[dict[str, Any]]) -> None:
     """Correlation against sample-products and against seconds: two panels for each problem, two problems in a row."""
     names = dict.fromkeys(curve["method"] for row in rows for curve in row["curves"])
     *others, black = COLOURS
-    colours = dict(zip((name for name in names if name != AUTO), (*others, "#999999", "#882255"), strict=False))
+    colours = dict(
+        zip((name for name in names if name != AUTO), (*others, "#999999", "#882255"), strict=False)
+    )
     handles = {}
     with figure(-(-len(rows) // 2), 4, width=3.6, height=2.7) as (drawn, panels):
         for row, left, right in zip(rows, panels[::2], panels[1::2], strict=False):
