@@ -319,7 +319,7 @@ def _key_value(hint: Any, key: str) -> Any:
 
 
 def _typed(kind: type[T], node: Any) -> T:
-    if type(node) is not kind:
+    if type(node) is not kind and not (kind is dict and isinstance(node, _TensorNode)):  # True is an int, too
         raise ValueError(f"{node!r:.100} is not of {kind.__name__}")
     return node
 
