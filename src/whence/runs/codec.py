@@ -319,9 +319,10 @@ def _key_value(hint: Any, key: str) -> Any:
 
 
 def _typed(kind: type[T], node: Any) -> T:
-    if type(node) is not kind and not (kind is dict and isinstance(node, _TensorNode)):  # True is an int, too
+    if type(node) is not (_TensorNode if kind is dict and isinstance(node, _TensorNode) else kind):
         raise ValueError(f"{node!r:.100} is not of {kind.__name__}")
-    return node
+    found: T = node
+    return found
 
 
 def _check_keys(node: Any, expected: Any) -> None:
