@@ -199,6 +199,7 @@ class _Reader:
         if kind is bytes:
             return base64.b64decode(_typed(str, node), validate=True)
         if kind is Tensor:
+            node = dict(node) if isinstance(node, _TensorNode) else node  # as `encode` left it
             numbers = {k: v for k, v in _typed(dict, node).items() if k in ("dtype", "shape", "values")}
             _check_keys(node, ("tensor", "cpu", *numbers))
             if numbers:
@@ -319,10 +320,9 @@ def _key_value(hint: Any, key: str) -> Any:
 
 
 def _typed(kind: type[T], node: Any) -> T:
-    if type(node) is not (_TensorNode if kind is dict and isinstance(node, _TensorNode) else kind):
+    if type(node) is not kind:
         raise ValueError(f"{node!r:.100} is not of {kind.__name__}")
-    found: T = node
-    return found
+    return node
 
 
 def _check_keys(node: Any, expected: Any) -> None:
