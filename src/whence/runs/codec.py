@@ -204,6 +204,7 @@ class _Reader:
         if kind is bytes:
             return base64.b64decode(_typed(str, node), validate=True)
         if kind is Tensor:
+            node = dict(node) if isinstance(node, _TensorNode) else node  # as `encode` left it
             numbers = {k: v for k, v in _typed(dict, node).items() if k in ("dtype", "shape", "values")}
             _check_keys(node, ("tensor", "cpu", *numbers))
             if numbers:
