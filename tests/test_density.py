@@ -420,7 +420,7 @@ def test_nystrom_does_as_much_as_half_of_its_rank(digits: SmallDigits, terms: in
 
             solver = ConjugateGradient(tolerance=1e-3, preconditioner=P, verify=False)
             rhs = digits.gradients.column(seed)
-            solution = solver.solve(system, rhs, generator=generator(), on_iteration=near)
+            solution = solver.solve(system, rhs, generator=generator(), on_step=near)
             taken.append(solution.num_products)
         half = spectrum.cg_iterations(damping, deflated=settled_eigenvalues(rank))
         assert abs(half - np.mean(taken)) <= max(1.2, 0.3 * np.mean(taken))

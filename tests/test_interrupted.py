@@ -234,13 +234,13 @@ def test_products_by_finite_differences_remember_their_step(tmp_path: Path, prod
 
 PROGRAM = Path(__file__).parent / "interruptions.py"
 KINDS = [
-    "exact/lissa",
     "finite-difference/lissa",
-    "exact/cg",
-    "finite-difference/cg",
-    "exact/lissa-until",
     "finite-difference/cg-until",
     "finite-difference/clean",
+    *(
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ("exact/lissa", "exact/cg", "finite-difference/cg", "exact/lissa-until")
+    ),
 ]
 
 

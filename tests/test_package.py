@@ -32,23 +32,37 @@ def test_types_are_shipped() -> None:
     assert files("whence").joinpath("py.typed").is_file()
 
 
-def test_the_readme_examples_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_readme_and_docs_run_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from digits import load, train_mlp
 
     train_set, test_set = load()
     subset = torch.utils.data.TensorDataset(*(t[:200] for t in train_set.tensors))
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    pages = ("README.md", "docs/solvers.md", "docs/cleaning.md", "docs/runs.md")
+    text = "".join((ROOT / page).read_text() for page in pages)
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) >= len(pages)
     monkeypatch.chdir(tmp_path)
     scope = {
         "model": train_mlp(train_set, epochs=5),
         "train_set": subset,
         "queries": [test_set[0], test_set[1]],
     }
+    whence.attribute(
+        scope["model"],
+        subset,
+        scope["queries"],
+        task=whence.Classification(),
+        run_dir=tmp_path / "runs" / "first",
+    )
     exec("".join(blocks), scope)
-    assert scope["scores"].shape == (2, 200)
-    assert bool((scope["stderr"] > 0).all())
     assert scope["similarity"].shape == (2, 2)
-    assert (tmp_path / "report.html").is_file()
+    for page in ("report.html", "clean.html", "suspects.csv"):
+        assert (tmp_path / page).is_file()
+    again = whence.load(tmp_path / "elsewhere")
+    assert again.scores.shape == (2, 200)
+    assert bool((again.stderr > 0).all())
 
 
 def test_importing_whence_does_not_import_transformers() -> None:
