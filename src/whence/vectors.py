@@ -16,6 +16,9 @@ from whence.errors import VectorError
 
 __all__ = ["ParamVector"]
 
+#: Numbers that exact inner products widen to float64 at once: 4 MB, which stay in the cache.
+_EXACT_AT_ONCE = 2**19
+
 
 class ParamVector(Mapping[str, Tensor]):
     """A vector ``v`` with one tensor per parameter, under the parameter's own name and shape.
@@ -231,12 +234,23 @@ class ParamVector(Mapping[str, Tensor]):
         total: Tensor | None = None
         for name, mine in self.items():
             left = mine.reshape(self._columns or 1, -1)
-            left = left.double() if exact else _widened(left)
-            right = other[name].reshape(other.columns or 1, -1).to(left.dtype)
-            part = (left @ right.T).double()
+            right = other[name].reshape(other.columns or 1, -1)
+            if exact:  # a few megabytes at a time
+                part = left.new_zeros(len(left), len(right), dtype=torch.float64)
+                size = max(1, _EXACT_AT_ONCE // (len(left) + len(right)))
+                for some, others in zip(left.split(size, 1), right.split(size, 1), strict=True):
+                    part.addmm_(some.double(), others.double().T)
+            else:
+                left = _widened(left)
+                part = (left @ right.to(left.dtype).T).double()
             total = part if total is None else total + part
         assert total is not None  # a ParamVector is never empty
         return total
+
+    @property
+    def rounding(self) -> float:
+        """The rounding unit of the coarsest tensor."""
+        return max(torch.finfo(tensor.dtype).eps for tensor in self._tensors.values())
 
     def mix(self, weights: Tensor) -> ParamVector:
         """The block's columns combined: column j of the result is ``Σ_i weights[i, j] · column i``.

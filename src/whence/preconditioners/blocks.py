@@ -14,22 +14,9 @@ from torch import Tensor
 
 from whence.vectors import ParamVector
 
-__all__ = ["combine", "inner", "mix_", "precision", "subtract_and_scale_"]
+__all__ = ["combine", "mix_", "subtract_and_scale_"]
 
 _NUMBERS_AT_ONCE = 2**19  # of all columns: 4 MB in float64, which stay in the cache
-
-
-def inner(left: ParamVector, right: ParamVector) -> Tensor:
-    """All inner products of two blocks' columns, ``[k, k']`` in float64; a single vector counts as one column."""
-    left.check_same_space(right)
-    total = torch.zeros(left.columns or 1, right.columns or 1, dtype=torch.float64)
-    for name in left:
-        mine, theirs = _rows(left, name), _rows(right, name)
-        part = mine.new_zeros(total.shape, dtype=torch.float64)
-        for piece in _pieces(mine.shape[1], len(mine) + len(theirs)):
-            part.addmm_(mine[:, piece].double(), theirs[:, piece].double().T)
-        total += part.cpu()
-    return total
 
 
 def combine(
@@ -83,11 +70,6 @@ def subtract_and_scale_(
             left = mine[:, piece].double().sub_(turned @ theirs[:, piece].double())
             mine[:, piece] = left.mul_(scale).to(mine.dtype)
     return vector
-
-
-def precision(vector: ParamVector) -> float:
-    """The rounding unit of the vector's coarsest tensor."""
-    return max(torch.finfo(tensor.dtype).eps for tensor in vector.values())
 
 
 def _rows(vector: ParamVector, name: str) -> Tensor:

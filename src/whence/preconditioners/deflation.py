@@ -18,7 +18,7 @@ from torch import Tensor
 
 from whence.errors import OptionError, SolverError
 from whence.operators import LinearOperator
-from whence.preconditioners.blocks import combine, inner, mix_, precision
+from whence.preconditioners.blocks import combine, mix_
 from whence.preconditioners.low_rank import (
     NO_CURVATURE,
     LowRank,
@@ -70,7 +70,7 @@ def deflation(
     used, exact_for_terms, share = drawn_terms(operator, terms, generator)
     basis, values, rotation, residuals = _ritz_pairs(used, operator.zeros().randn_like(generator), products)
     spent = len(basis) + 1
-    real = values > _LEAST_SHARE * precision(basis[0]) * values[0].abs()
+    real = values > _LEAST_SHARE * basis[0].rounding * values[0].abs()
     if not bool(real.any()):
         raise SolverError(NO_CURVATURE)
     relative = residuals.abs() / (values.clamp_min(0.0) * damping).sqrt()
@@ -132,6 +132,6 @@ def _error(
     signs = bits.cpu().double() * 2 - 1
     pair = combine(vectors.unstack(), correction @ torch.stack([signs, values * signs], 1))  # Uξ and UΘξ
     left = operator.matvec(pair.column(0)).axpy_(-1.0, pair.column(1))
-    beyond = float(inner(left, left)) - float(residuals @ signs) ** 2
-    rounding = precision(vectors) * math.sqrt(len(values)) * float(values[0])
+    beyond = float(left.gram(left, exact=True).cpu()) - float(residuals @ signs) ** 2
+    rounding = vectors.rounding * math.sqrt(len(values)) * float(values[0])
     return _SAFETY * max(math.sqrt(max(beyond, 0.0)), rounding)

@@ -18,7 +18,7 @@ from torch import Tensor
 from whence.errors import OptionError, VectorError
 from whence.operators import Damped, LinearOperator
 from whence.preconditioners.base import Preconditioner, check_damping
-from whence.preconditioners.blocks import inner, subtract_and_scale_
+from whence.preconditioners.blocks import subtract_and_scale_
 from whence.vectors import ParamVector
 
 __all__ = ["NO_CURVATURE", "LowRank", "check_rank", "drawn_terms", "orthonormal_correction"]
@@ -111,7 +111,9 @@ class LowRank(Preconditioner):
 
     def _shrink(self, vector: ParamVector, shares: Tensor, scale: float) -> ParamVector:
         """``scale · (v - U diag(shares) Uᵀv)``, with the corrected U."""
-        along = self.correction @ (shares.unsqueeze(1) * (self.correction.T @ inner(self.vectors, vector)))
+        along = self.correction @ (
+            shares.unsqueeze(1) * (self.correction.T @ self.vectors.gram(vector, exact=True).cpu())
+        )
         return subtract_and_scale_(vector.clone(), self.vectors, along, scale)
 
     @property
@@ -220,6 +222,6 @@ def drawn_terms(
 
 def orthonormal_correction(block: ParamVector) -> Tensor:
     """``(UᵀU)^(-1/2)`` in float64, of a block that is orthonormal but for rounding."""
-    values, vectors = torch.linalg.eigh(inner(block, block))
+    values, vectors = torch.linalg.eigh(block.gram(block, exact=True).cpu())
     correction: Tensor = (vectors / values.sqrt()) @ vectors.T
     return correction

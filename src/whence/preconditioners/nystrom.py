@@ -18,7 +18,7 @@ from torch import Tensor
 
 from whence.errors import OptionError, SolverError, VectorError
 from whence.operators import LinearOperator
-from whence.preconditioners.blocks import inner, mix_, precision
+from whence.preconditioners.blocks import mix_
 from whence.preconditioners.low_rank import (
     NO_CURVATURE,
     LowRank,
@@ -65,7 +65,7 @@ def nystrom(
     used, exact_for_terms, share = drawn_terms(operator, terms, generator)
     columns = min(max(rank, _FEWEST_TESTS), operator.zeros().numel)
     block, matrix, error = _products(used, columns, at_once, generator)
-    epsilon = precision(block)
+    epsilon = block.rounding
     error = _SAFETY * max(error, epsilon * float(block.norm().max()))
     vectors, values, root_slack = _decompose(block, matrix, error, epsilon, rank)
     return LowRank(
@@ -110,14 +110,14 @@ def _products(
             for column in tests.unstack():  # one by one, so that grouping does not change what is drawn
                 column.copy_(column.randn_like(generator))
             block.part(start, stop).copy_(operator.matvec(tests))
-            met = inner(tests, block.part(0, stop))
+            met = tests.gram(block.part(0, stop), exact=True).cpu()
             before, own = met[:, :start], met[:, start:]
             above = torch.ones_like(own).triu(1) > 0
             squares.append(0.5 * (own - own.T)[above].square())
             if first is None:
                 first = tests
             else:
-                back = inner(first, block.part(start, stop))
+                back = first.gram(block.part(start, stop), exact=True).cpu()
                 squares.append(0.5 * (before[:, : len(back)] - back.T).square().flatten())
             matrix[start:stop, :start] = before
             matrix[:start, start:stop] = before.T
@@ -148,7 +148,7 @@ def _decompose(
         raise SolverError(NO_CURVATURE)
     weights = directions[:, real] / inverted[real].sqrt()
     block = mix_(block, weights)  # B + D
-    values, rotation = torch.linalg.eigh(inner(block, block))
+    values, rotation = torch.linalg.eigh(block.gram(block, exact=True).cpu())
     values, rotation = values.flip(0), rotation.flip(1)
     rounding = epsilon * math.sqrt(float(values.clamp_min(0.0).sum()))
     error *= math.sqrt(len(matrix))  # of all products: ‖E‖ at most

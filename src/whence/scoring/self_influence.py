@@ -27,7 +27,6 @@ from whence.errors import DataError, OptionError
 from whence.model.gauss_newton import GaussNewton
 from whence.operators import Damped, LinearOperator
 from whence.preconditioners import LowRank, nystrom
-from whence.preconditioners.blocks import precision
 from whence.scoring.bounds import WORKING_VECTORS, Bounds, affordable_rank, copies_in_memory, measure_bounds
 from whence.scoring.scorer import Scorer
 from whence.solvers import ConjugateGradient
@@ -128,7 +127,7 @@ def _read(scorer: Scorer, P: LowRank, positions: Tensor) -> Readings:
     forms = torch.maximum((squares - along) / P.damping, squares / (top + P.damping))
     # Sums of n rounded products: their errors add up as a random walk's steps do.
     longest = max(tensor[0].numel() for tensor in P.vectors.values())
-    errors = squares * (precision(P.vectors) * math.sqrt(longest) / P.damping)
+    errors = squares * (P.vectors.rounding * math.sqrt(longest) / P.damping)
     answers = _answers(scorer.gnh, positions)
     terms = scorer.terms
     return Readings(

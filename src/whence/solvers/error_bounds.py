@@ -15,7 +15,7 @@ from torch import Tensor
 
 from whence.preconditioners import Preconditioner
 from whence.solvers.cg_state import CGState
-from whence.spectrum.lanczos import BlockTridiagonal, column_dots, rounding_of
+from whence.spectrum.lanczos import BlockTridiagonal, column_dots
 from whence.vectors import ParamVector
 
 __all__ = ["ErrorBounds"]
@@ -67,19 +67,17 @@ class ErrorBounds:
         state.residual = _relative(square, g)
         state.score_rms = self._score_rms(x, g, along)
         length = state.lanczos.norm * torch.maximum(length, column_dots(x, x).sqrt()) + parts
-        state.rounding = torch.hypot(state.rounding, rounding_of(g) * length / math.sqrt(self.damping))
+        state.rounding = torch.hypot(state.rounding, g.rounding * length / math.sqrt(self.damping))
         node = self._node(g, state)
         if state.trusted and state.iteration and T.pivot(node) is None:
             self._contradicted(state)
             if state.failed:
                 return
         # a bound from all of the basis may be all but exact: what a step took off it would be off by its rounding
-        earlier = (
-            state.energy * (1 + 8 * rounding_of(g)) - decrease if state.spanned is None else state.energy
-        )
+        earlier = state.energy * (1 + 8 * g.rounding) - decrease if state.spanned is None else state.energy
         candidates = [square / self.damping, earlier]
         if state.spanned is not None and state.iteration and V is not None:
-            noise = rounding_of(g) * state.lanczos.norm
+            noise = g.rounding * state.lanczos.norm
             candidates.append(state.spanned.energy(zeta, T, self.damping, noise))
         if state.trusted:
             candidates.append(weighted / self.smallest)
@@ -129,7 +127,7 @@ class ErrorBounds:
 
     def _node(self, g: ParamVector, state: CGState) -> float:
         """μ, less what the rounding of products can do to an eigenvalue."""
-        return self.smallest - min(_MARGIN * rounding_of(g) * state.lanczos.noise, 0.5 * self.smallest)
+        return self.smallest - min(_MARGIN * g.rounding * state.lanczos.noise, 0.5 * self.smallest)
 
     def _from_largest(self, g: ParamVector, state: CGState, square: Tensor) -> Tensor:
         """A lower bound of ``‖e‖²_A`` that rests on `largest`."""
@@ -138,7 +136,7 @@ class ErrorBounds:
         top = self.largest + self.damping
         if self.preconditioner is not None or state.pivot is None or state.lanczos.current is None:
             return square / top
-        node = top + _MARGIN * rounding_of(g) * state.lanczos.noise
+        node = top + _MARGIN * g.rounding * state.lanczos.noise
         energy = state.lanczos.T.energy(state.zeta, state.pivot, node, side=-1.0)
         if energy is None:
             state.capped = False
@@ -176,7 +174,7 @@ class ErrorBounds:
     def _score_rms(self, x: ParamVector, g: ParamVector, along: Tensor) -> Tensor:
         """``‖x‖_H`` from ``xᵀHx = gᵀx - rᵀx - λ‖x‖²``, and not below the rounding of these."""
         whole, damped = column_dots(x, g) - along, self.damping * column_dots(x, x)
-        return torch.maximum(whole - damped, rounding_of(x) * (whole.abs() + damped)).sqrt()
+        return torch.maximum(whole - damped, x.rounding * (whole.abs() + damped)).sqrt()
 
 
 def _relative(square: Tensor, g: ParamVector) -> Tensor:

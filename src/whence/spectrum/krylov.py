@@ -20,7 +20,7 @@ from torch import Tensor
 from whence.errors import OptionError, VectorError
 from whence.operators import LinearOperator
 from whence.progress import ticker
-from whence.spectrum.lanczos import BlockLanczos, as_block, rounding_of, tridiagonal
+from whence.spectrum.lanczos import BlockLanczos, as_block, tridiagonal
 from whence.vectors import ParamVector
 
 __all__ = ["Krylov", "are_found", "counted_once", "krylov_space", "krylov_spaces", "nonzero_norms"]
@@ -68,7 +68,7 @@ class Krylov:
     def residuals(self, dampings: Tensor) -> Tensor:
         """``‖(H + λ)u_λ - g‖ / ‖g‖`` for products without error, and not below rounding, ``[dampings, columns]``."""
         known = self.off_diagonal[:, -1] * self.coefficients(dampings)[..., -1].abs() / self.norms
-        return known.clamp_min(rounding_of(self.basis[0]))
+        return known.clamp_min(self.basis[0].rounding)
 
     def measured_residual(self, operator: LinearOperator, damping: float) -> Tensor:
         """The same by one more product with u_λ, ``[columns]``: shows the error of products, too."""
@@ -137,7 +137,7 @@ class Krylov:
         if columns < 2 or not self.basis:
             return []  # one vector cannot show a multiplicity
         values, vectors = (part.flip(-1) for part in torch.linalg.eigh(self.tridiagonal()))
-        rounding = rounding_of(self.basis[0]) * values[:, :1].abs()
+        rounding = self.basis[0].rounding * values[:, :1].abs()
         residuals = self.off_diagonal[:, -1:] * vectors[:, -1].abs() + rounding
         found, room = are_found(values, residuals), _FOUND * _to_nearest(values)
         counts: list[int] = []

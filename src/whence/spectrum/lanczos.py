@@ -36,7 +36,6 @@ __all__ = [
     "column_dots",
     "finite",
     "orthonormal_factors",
-    "rounding_of",
     "tridiagonal",
 ]
 
@@ -240,7 +239,7 @@ class BlockLanczos:
         self.current, self.weighted, beta, left_out, missed = _orthonormal(
             W,
             preconditioner,
-            floor=2 * rounding_of(W) * self.noise,
+            floor=2 * W.rounding * self.noise,
             apart=self.apart,
             against=[(V, Z)] if self.basis is None else self.basis,
         )
@@ -274,7 +273,7 @@ def _orthonormal(
     """
     V: ParamVector | None = block
     Z = block if preconditioner is None else preconditioner.solve(block)
-    q, eps = block.columns, rounding_of(block)
+    q, eps = block.columns, block.rounding
     first: Tensor | None = None
     missed: Tensor | None = None
     beta = torch.ones(() if q is None else q, dtype=torch.float64)
@@ -379,11 +378,6 @@ def column_dots(left: ParamVector, right: ParamVector) -> Tensor:
     """Inner products of corresponding columns, multiplied and added in float64."""
     pairs = zip(left.unstack(), right.unstack(), strict=True)
     return torch.cat([one.gram(other, exact=True).reshape(1) for one, other in pairs]).cpu()
-
-
-def rounding_of(vector: ParamVector) -> float:
-    """Relative rounding of the coarsest of a vector's tensors."""
-    return max(torch.finfo(tensor.dtype).eps for tensor in vector.values())
 
 
 def finite(product: ParamVector) -> ParamVector:
