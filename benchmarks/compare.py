@@ -1,7 +1,7 @@
 """Results before a change beside those after it, in one table, from ``results/before`` and ``results``.
 
 ``python -m benchmarks.compare`` prints Markdown: ratios and shares, and seconds of one core where nothing else is there
-to compare. A row stands where both sides have a number.
+to compare. A row stands where both sides have a number, and the second is the later one.
 """
 
 from __future__ import annotations
@@ -93,9 +93,12 @@ def main() -> None:
     print("| | before | after |\n|---|---|---|")
     for name, rows in _READERS.items():
         before, after = (directory / f"{name}.json" for directory in (RESULTS / "before", RESULTS))
-        if not before.exists() or not after.exists() or before.read_bytes() == after.read_bytes():
+        if not before.exists() or not after.exists():
             continue
-        was, now = (dict(rows(_read(path)["results"])) for path in (before, after))
+        earlier, later = _read(before), _read(after)
+        if later["environment"]["date"] <= earlier["environment"]["date"]:
+            continue  # not measured since
+        was, now = (dict(rows(found["results"])) for found in (earlier, later))
         for key in (key for key in was if key in now):
             print(f"| {key} | {was[key]} | {now[key]} |")
 
