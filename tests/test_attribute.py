@@ -442,6 +442,15 @@ def test_a_solver_of_ones_own() -> None:
     assert result.chain_scores.shape[0] == 3
     with pytest.raises(OptionError, match=r"damping is 0\.4, the solver's plan was made for 0\.5"):
         attribute_small(solver=whence.Lissa(plan), damping=0.4)
+    with pytest.raises(OptionError, match=r"damping is 0\.4, the solver's plan was made for 0\.5"):
+        whence.attribute(
+            classifier(),
+            data,
+            data[:1],
+            task=Classification(),
+            solver=whence.Lissa(plan),
+            options=whence.Options(damping=0.4),
+        )
 
 
 def test_pictures_and_words_are_shown() -> None:

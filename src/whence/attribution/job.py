@@ -76,14 +76,14 @@ def operator_identity(gnh: GaussNewton) -> dict[str, str]:
     }
 
 
-def check_own_solver(solver: Solver[Any] | None, given: dict[str, Any]) -> None:
+def check_own_solver(solver: Solver[Any] | None, options: Options) -> None:
     """Refuse a solver whose plan contradicts the options, or has no error bars."""
     plan = None if solver is None else solver.made_for()
     if plan is None:
         return
-    if given.get("damping", "auto") not in ("auto", plan.damping):
+    if options.damping not in ("auto", plan.damping):
         raise OptionError(
-            f"damping is {given['damping']}, the solver's plan was made for {plan.damping}; give one of them"
+            f"damping is {options.damping}, the solver's plan was made for {plan.damping}; give one of them"
         )
     if plan.chains < 2:
         raise OptionError(

@@ -104,7 +104,7 @@ def attribute(
     """
     own = given.pop("solver") if isinstance(given.get("solver"), Solver) else None
     chosen = chosen_options(Options, options, given)
-    check_own_solver(own, given)
+    check_own_solver(own, chosen)
     gnh = GaussNewton(
         model,
         task,
