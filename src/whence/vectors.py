@@ -187,6 +187,20 @@ class ParamVector(Mapping[str, Tensor]):
             mine.mul_(factor.to(mine.dtype) if isinstance(factor, Tensor) else factor)
         return self
 
+    def mul_(self, other: ParamVector) -> ParamVector:
+        """``self *= other``, entry by entry; a single vector multiplies every column of a block."""
+        if other.columns is None:
+            self.check_same_space(other)
+        else:
+            self.check_same_form(other)
+        for name, mine in self.items():
+            mine.mul_(other[name].to(mine.dtype))
+        return self
+
+    def power(self, exponent: float) -> ParamVector:
+        """Every entry to this power, a new vector."""
+        return self._map(lambda tensor: tensor.pow(exponent))
+
     def lerp_(self, other: ParamVector, weight: float) -> ParamVector:
         """``self += weight · (other - self)``: one step of a running mean."""
         self.check_same_form(other)
