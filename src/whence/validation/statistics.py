@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whence.spectrum import Estimate
-
-__all__ = ["Ranks", "draw_weights", "estimates_of", "jackknife", "rank_correlations", "standard_error"]
+__all__ = ["Ranks", "draw_weights", "jackknife", "rank_correlations", "standard_error"]
 
 
 def standard_error(samples: Tensor, dim: int) -> Tensor:
@@ -28,21 +26,6 @@ def jackknife(statistic: Callable[[Tensor], Tensor], samples: Tensor) -> tuple[f
     without = torch.stack([statistic((samples.sum(0) - sample) / (count - 1)) for sample in samples])
     error = ((without - without.mean()).square().sum() * (count - 1) / count).sqrt()
     return float(statistic(samples.mean(0))), float(error)
-
-
-def estimates_of(function: Callable[[Tensor], Tensor], samples: Tensor) -> list[Estimate]:
-    """Functions of means, their errors to first order.
-
-    Args:
-        function: from means ``[quantities, groups]`` to a vector.
-        samples: ``[quantities, groups, n]``. The quantities of one sample may depend on one another, samples and groups
-            may not.
-    """
-    means = samples.mean(-1)
-    slopes: Tensor = torch.func.jacrev(function)(means)
-    moves = torch.einsum("okg,kgn->ogn", slopes, samples)
-    errors = (moves.var(-1).sum(-1) / samples.shape[-1]).sqrt()
-    return [Estimate(*pair) for pair in zip(function(means).tolist(), errors.tolist(), strict=True)]
 
 
 class Ranks:
