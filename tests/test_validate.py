@@ -29,7 +29,7 @@ from whence.errors import DataError, OptionError, RunDirectoryError, SolverError
 from whence.report.checks import LIMITS, NAMES, Check, Comparison, Validation
 from whence.runs import Run, as_json, read
 from whence.validation import ProximalResponse, damping_sweep
-from whence.validation.checks import batch_check, damping_check, fine_tuning_check, solver_check
+from whence.validation.verdicts import batch_check, damping_check, fine_tuning_check, solver_check
 
 RUNNER = CliRunner()
 validating = importlib.import_module("whence.validation.validate")  # the package has a function of that name

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Ranks", "draw_weights", "jackknife", "rank_correlations", "standard_error"]
+__all__ = ["Ranks", "draw_weights", "rank_correlations", "standard_error"]
 
 
 def standard_error(samples: Tensor, dim: int) -> Tensor:
@@ -18,14 +17,6 @@ def standard_error(samples: Tensor, dim: int) -> Tensor:
     if count < 2:
         return torch.full_like(samples.mean(dim), math.nan)
     return samples.std(dim) / math.sqrt(count)
-
-
-def jackknife(statistic: Callable[[Tensor], Tensor], samples: Tensor) -> tuple[float, float]:
-    """A statistic of the mean of two or more samples, and its standard error by leaving out one at a time."""
-    count = len(samples)
-    without = torch.stack([statistic((samples.sum(0) - sample) / (count - 1)) for sample in samples])
-    error = ((without - without.mean()).square().sum() * (count - 1) / count).sqrt()
-    return float(statistic(samples.mean(0))), float(error)
 
 
 class Ranks:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from whence.attribution import Attribution
+from whence.attribution.job import operator_identity
 from whence.errors import OptionError, RunDirectoryError, SolverError, WhenceError, WhenceWarning
 from whence.model.data import TermSet
 from whence.model.gauss_newton import GaussNewton
@@ -29,12 +30,14 @@ from whence.model.memory import half_of_memory
 from whence.model.selection import ParameterFilter
 from whence.report.checks import NAMES, Check, Comparison, Validation
 from whence.runs import Run, read
-from whence.runs.fingerprint import of_data, of_model, of_value
+from whence.runs.fingerprint import of_data, of_value
 from whence.solvers.plan import Plan
 from whence.spectrum import estimate_spectrum
 from whence.tasks import Task
 from whence.units import format_bytes, format_duration
-from whence.validation.checks import (
+from whence.validation.damping import BASIS_BUDGET, damping_sweep
+from whence.validation.pbrf import ProximalResponse, pbrf
+from whence.validation.verdicts import (
     batch_check,
     damping_check,
     fine_tuning_check,
@@ -43,8 +46,6 @@ from whence.validation.checks import (
     solver_check,
     terms_in,
 )
-from whence.validation.damping import BASIS_BUDGET, damping_sweep
-from whence.validation.pbrf import ProximalResponse, pbrf
 
 __all__ = ["check_options", "validate"]
 
@@ -58,7 +59,6 @@ _REALISATIONS = (16, 256)  # pairs of batches, at least and at most
 _LANCZOS = 20
 _DAMPINGS = (4.0, 2.0, 1.0, 0.5, 0.25)  # times the run's own
 _PRODUCTS, _PROBES, _RANKED, _QUERIES = 64, 2, 48, 3
-_PILOT_TERMS = 1024
 
 
 def validate(
@@ -141,17 +141,12 @@ def check_options(budget_seconds: float, points: int) -> None:
 
 def _recognise(gnh: GaussNewton, queries: Any, result: Attribution) -> None:
     """Refuse another model, other data, queries or parameters than the scores are about."""
-    found = {
-        "model": of_model(gnh.network.model),
-        "train": of_data(gnh.terms.data),
-        "queries": of_data(queries),
-        "params": of_value(list(gnh.network.parameters)),
-    }
-    for name, fingerprint in found.items():
-        known = str(result.settings.get(name, fingerprint))
-        if not known.endswith(fingerprint):
+    found = {**operator_identity(gnh), "queries": f"{len(queries)} {of_data(queries)}"}
+    for name, given in found.items():
+        known = result.settings.get(name, given)
+        if known != given:
             raise RunDirectoryError(
-                f"the {name} given now ({fingerprint}) are not what the scores are about ({known}). Give what the run "
+                f"the {name} given now ({given}) are not what the scores are about ({known}). Give what the run "
                 "was made with, or run again with what there is now"
             )
 
@@ -184,11 +179,8 @@ class _Job:
         self.drawn = max(1, round(self.plan.batch_size / per_example)) * per_example
         #: Examples to fine-tune on, (index, kind).
         self.chosen = _choose(result, len(queries), points, self.generator("points"))
-        #: Seconds per term of products over small batches, and over large ones, which are faster term for term.
-        self.pace = self.plan.spectrum.seconds_per_term or self._measure_pace(round(self.drawn))
-        self.large_pace = self.pace
-        if _PILOT_TERMS * self.pace <= 0.02 * budget:
-            self.large_pace = min(self.pace, self._measure_pace(_PILOT_TERMS))
+        #: Seconds that a product takes for each term.
+        self.pace = self.plan.spectrum.seconds_per_term or self._measure_pace()
 
     def keep(self, *checks: Check, comparisons: Sequence[Comparison] | None = None) -> None:
         """Add checks to what was found, or put these comparisons in place of those there."""
@@ -210,10 +202,10 @@ class _Job:
         number = ["points", "pace", *NAMES].index(name)
         return torch.Generator().manual_seed(self.seed * 1_000_003 + number + 16 * part)
 
-    def _measure_pace(self, terms: int) -> float:
-        generator, terms = self.generator("pace"), min(terms, self.gnh.num_terms)
+    def _measure_pace(self) -> float:
+        generator = self.generator("pace")
         vector = self.gnh.zeros().rademacher_like(generator)
-        batch = self.gnh.sample(terms, generator)
+        batch = self.gnh.sample(min(round(self.drawn), self.gnh.num_terms), generator)
         begun = time.perf_counter()
         batch.matvec(vector)
         return (time.perf_counter() - begun) / batch.num_terms
@@ -281,7 +273,7 @@ def _measure_batches(job: _Job) -> Check:
         return skipped("batch", "there is a single training example, and nothing to draw.")
     batch = min(math.ceil(job.drawn), gnh.num_terms)
     pair = 8 * batch * job.pace  # four gradients, and two products of each of two vectors
-    per_term = _LANCZOS * job.large_pace
+    per_term = _LANCZOS * job.pace
     fewest, enough = _REALISATIONS
     most, least = min(gnh.num_terms, 4096), min(gnh.num_terms, 2 * batch)
     subset = max(least, min(most, int(min(share / 3, share - fewest * pair) / per_term)))
@@ -324,7 +316,7 @@ def _fine_tune(job: _Job) -> Check:
         )
     end = job.left * (1 - _SHARES["fine-tuning"])
     gradients = _iterations(plan.condition_number, 0.3 * _TOLERANCE)
-    full = _GRADIENT * gradients * gnh.num_terms * job.large_pace
+    full = _GRADIENT * gradients * gnh.num_terms * job.pace
     small = _GRADIENT * (_CHAINS * plan.num_steps + 32) * job.drawn * job.pace
     fits = full * len(job.chosen) <= job.left - end
     full_batch = fits or full <= small or any(c.full_batch for c in job.found.comparisons)
@@ -404,7 +396,7 @@ def _sweep_dampings(job: _Job) -> Check:
     ranked = [index for index, _ in _choose(result, asked, most // 3, job.generator("points"))]
     if products < min(_PRODUCTS // 4, gnh.num_parameters) or len(ranked) < 3:
         return skipped("damping", f"vectors of {format_bytes(vector)} are too large to keep enough of them.")
-    per_term = products * (_block(_PROBES) + _block(asked)) * job.large_pace
+    per_term = products * (_block(_PROBES) + _block(asked)) * job.pace
     # A draw of m terms differs from the whole by Tr(H)/m. Where that is above λ, λ would matter less than it does.
     least = min(gnh.num_terms, math.ceil(plan.spectrum.trace.value / plan.damping))
     terms = min(gnh.num_terms, max(least, 4096), int(_SHARES["damping"] * job.left / per_term))
@@ -425,7 +417,7 @@ def _sweep_dampings(job: _Job) -> Check:
     return damping_check(result, sweep)
 
 
-#: Check -> how to run it, in their order.
+#: How to run each check, in their order.
 CHECKS: Mapping[str, Callable[[_Job], Check]] = {
     "batch": _measure_batches,
     "fine-tuning": _fine_tune,

@@ -18,7 +18,6 @@ from whence.report.checks import Check, Comparison, Verdict
 from whence.solvers.plan import Plan
 from whence.spectrum import Spectrum
 from whence.validation.damping import DampingSweep
-from whence.validation.statistics import jackknife
 
 __all__ = [
     "batch_check",
@@ -120,15 +119,7 @@ def solver_check(result: Attribution) -> Check:
 
 
 def batch_check(result: Attribution, plan: Plan, drawn: float, spectrum: Spectrum, pairs: int) -> Check:
-    """Whether the plan's batch is above ``C·Tr(H) / (1/η - λ)`` with the C that was measured now.
-
-    Args:
-        result: whose terms are counted.
-        plan: with which the run was solved.
-        drawn: terms in a batch: examples are drawn whole.
-        spectrum: measured anew.
-        pairs: of batches, from which C was measured.
-    """
+    """Whether batches of so many ``drawn`` terms are above ``C·Tr(H) / (1/η - λ)``, with C and Tr(H) measured anew."""
     average, top = spectrum.sampling_constant, spectrum.top_sampling_constant
     assert average is not None
     assert top is not None
@@ -173,13 +164,7 @@ def batch_check(result: Attribution, plan: Plan, drawn: float, spectrum: Spectru
 
 
 def fine_tuning_check(result: Attribution, comparisons: Sequence[Comparison], *, planned: int) -> Check:
-    """Scores by influence against scores by fine-tuning: correlation and slope, with errors from the chains.
-
-    Args:
-        result: whose chains tell the errors of its scores.
-        comparisons: what was fine-tuned on.
-        planned: how many examples were asked for.
-    """
+    """Scores by influence against scores by fine-tuning on examples, of which so many were planned."""
     used = [comparison for comparison in comparisons if comparison.converged]
     lost, missing = len(comparisons) - len(used), planned - len(comparisons)
     notes = f" Fine-tuning on {lost} more did not converge; they are left out." if lost else ""
@@ -262,14 +247,15 @@ def _agreement(result: Attribution, used: Sequence[Comparison]) -> tuple[Pair, P
 
 
 def _with_error(statistic: Callable[[Tensor], Tensor], scored: Scored) -> Pair:
-    """A statistic of the scores and its standard error: from several chains, or by moving a single one."""
+    """A statistic of the scores and its standard error: by leaving out each chain, or by moving a single one."""
     chains = scored.chains.double()
-    if len(chains) > 1:
-        return jackknife(statistic, chains)
+    value, count = float(statistic(chains.mean(0))), len(chains)
+    if count > 1:
+        without = torch.stack([statistic((chains.sum(0) - chain) / (count - 1)) for chain in chains])
+        return value, float(((without - without.mean()).square().sum() * (count - 1) / count).sqrt())
     generator = torch.Generator().manual_seed(0)
     moves = torch.randn(32, *chains.shape[1:], generator=generator, dtype=torch.float64)
-    moved = torch.stack([statistic(chains[0] + move * scored.stderr) for move in moves])
-    return float(statistic(chains[0])), float(moved.std())
+    return value, float(torch.stack([statistic(chains[0] + move * scored.stderr) for move in moves]).std())
 
 
 def damping_check(result: Attribution, sweep: DampingSweep) -> Check:
