@@ -386,16 +386,21 @@ def _in_processes(payload: bytes, todo: list[Place], processes: int) -> Generato
         raise failure
 
 
-_payload = b""
-_job: _Job | None = None
+_job: _Job | WhenceError  # of a worker, or why it has none
 
 
 def _start_worker(payload: bytes, dtype: str) -> None:
-    global _payload
-    _payload = payload
+    global _job
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, dtype))
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    try:
+        _job = pickle.loads(payload)
+    except Exception as error:  # pickled by name, and this process has no such name
+        _job = OptionError(
+            f"train, queries or task cannot be loaded in another process ({error}); define them in a module that "
+            "can be imported, or use processes=1"
+        )
 
 
 def _end_with_the_parent() -> None:
@@ -407,15 +412,7 @@ def _end_with_the_parent() -> None:
 
 
 def _work(place: Place) -> list[float]:
-    global _job, _payload
-    if _job is None:
-        try:
-            _job = pickle.loads(_payload)
-        except Exception as error:  # pickled by name, and this process has no such name
-            raise OptionError(
-                f"train, queries or task cannot be loaded in another process ({error}); define them in a module that "
-                "can be imported, or use processes=1"
-            ) from error
-        _payload = b""
+    if isinstance(_job, WhenceError):
+        raise _job
     result: list[float] = _job.run(place).tolist()
     return result
