@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reproduction.bench import Bench
+from reproduction.condition_c1 import check_condition
 from reproduction.finding import Conclusion, Profile, plus_minus
 from reproduction.subjects import subjects
 from reproduction.table1 import joined
 from whence.report.drawing import COLOURS, figure
 from whence.spectrum import Estimate
-from whence.validation.condition import check_condition
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

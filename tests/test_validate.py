@@ -22,14 +22,14 @@ from typer.testing import CliRunner
 
 import whence
 from small import generator
-from whence import Attribution, Classification, Dense, ParamVector, validate
+from whence import Attribution, Classification, Dense, Estimate, ParamVector, validate
 from whence.cli import app
 from whence.cli.validate import parse_duration
 from whence.errors import DataError, OptionError, RunDirectoryError, SolverError
 from whence.report.checks import LIMITS, NAMES, Check, Comparison, Validation
 from whence.runs import Run, as_json, read
-from whence.validation import ProximalResponse, check_condition, damping_sweep
-from whence.validation.checks import batch_check, damping_check, fine_tuning_check, solver_check
+from whence.validation import ProximalResponse, damping_sweep
+from whence.validation.verdicts import batch_check, damping_check, fine_tuning_check, solver_check
 
 RUNNER = CliRunner()
 validating = importlib.import_module("whence.validation.validate")  # the package has a function of that name
@@ -245,7 +245,7 @@ def count_calls(
 
 
 def test_an_interrupted_call_goes_on_where_it_was(result: Attribution, tmp_path: Path) -> None:
-    names = ["check_condition", "pbrf", "damping_sweep"]
+    names = ["estimate_spectrum", "pbrf", "damping_sweep"]
     whole = check_all(result, points=3)
     with pytest.MonkeyPatch.context() as patch:
         count_calls(patch, names, pbrf=2)
@@ -259,7 +259,7 @@ def test_an_interrupted_call_goes_on_where_it_was(result: Attribution, tmp_path:
         counters = count_calls(patch, names)
         resumed = check_all(result, points=3, directory=tmp_path)
         assert {name: counter.calls for name, counter in counters.items()} == {
-            "check_condition": 0,
+            "estimate_spectrum": 0,
             "pbrf": 1,
             "damping_sweep": 1,
         }
@@ -461,7 +461,7 @@ def test_a_check_that_fails_says_why_and_the_others_go_on(
     def fail(*_: Any, **__: Any) -> Any:
         raise SolverError("there is no curvature")
 
-    monkeypatch.setattr(validating, "check_condition", fail)
+    monkeypatch.setattr(validating, "estimate_spectrum", fail)
     found = check_all(result, points=1)
     assert found["batch"].sentence == "Not run: it failed. there is no curvature"
     assert found["fine-tuning"].ran
@@ -489,15 +489,21 @@ def test_a_batch_below_what_is_measured_is_doubted(result: Attribution) -> None:
     assert small.numbers["batch"][0] < small.numbers["stable from"][0]
 
 
-def test_few_or_heavy_tailed_measurements_cannot_tell(result: Attribution) -> None:
+def test_what_is_measured_of_batches_decides(result: Attribution) -> None:
     gnh = whence.GaussNewton(problem()[0], Classification(), problem()[1])
-    found = check_condition(gnh, [4, 8], generator=generator(), realisations=64)
+    found = whence.estimate_spectrum(gnh, generator=generator(), probes=128, probe_batch=8)
+    assert found.sampling_constant is not None
+    assert found.top_sampling_constant is not None
     plan, room = result.solve.plan, 1 / result.solve.plan.step_size - result.solve.plan.damping
-    enough = max(found.constant.upper(), found.top_constant.upper()) * found.trace.value / room
-    assert batch_check(result, plan, enough, found).verdict == "trust"
-    assert batch_check(result, plan, 0.99 * enough, found).verdict == "cannot tell"
-    assert batch_check(result, plan, 0.3 * enough, found).verdict == "doubt"
-    assert batch_check(result, plan, enough, replace(found, largest_share=0.9)).verdict == "cannot tell"
+    upper = max(found.sampling_constant.upper(), found.top_sampling_constant.upper())
+    enough = upper * found.trace.value / room
+    assert batch_check(result, plan, enough, found, 32).verdict == "trust"
+    assert batch_check(result, plan, 0.99 * enough, found, 32).verdict == "cannot tell"
+    assert batch_check(result, plan, 0.3 * enough, found, 32).verdict == "doubt"
+    unlike = replace(found, lambda_max=Estimate(2 * found.trace.value))
+    said = batch_check(result, plan, enough, unlike, 32)
+    assert said.verdict == "cannot tell"
+    assert "could not be measured well: λmax" in said.sentence
 
 
 def test_orders_that_change_with_the_damping_are_doubted(result: Attribution) -> None:

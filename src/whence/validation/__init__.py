@@ -5,11 +5,10 @@
 * `removal_effects`, `brittleness`: retraining without some examples.
 * `linear_datamodeling_score`: do scores predict what training on a random half does?
 * `detection_curve`: how many wrong labels are found, and how soon.
-* `check_condition`: does the assumption behind the batch size hold? `damping_sweep`: what does λ change?
+* `damping_sweep`: what does λ change?
 """
 
 from whence.report.checks import Check, Comparison, Validation
-from whence.validation.condition import ConditionCheck, check_condition
 from whence.validation.damping import DampingSweep, damping_sweep
 from whence.validation.datamodeling import (
     DatamodelingDifference,
@@ -27,7 +26,6 @@ __all__ = [
     "Brittleness",
     "Check",
     "Comparison",
-    "ConditionCheck",
     "DampingSweep",
     "DatamodelingDifference",
     "DatamodelingScore",
@@ -38,7 +36,6 @@ __all__ = [
     "Trainer",
     "Validation",
     "brittleness",
-    "check_condition",
     "compare_datamodeling_scores",
     "damping_sweep",
     "detection_curve",

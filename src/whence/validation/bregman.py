@@ -31,7 +31,7 @@ from whence.model.selection import ParameterFilter, select_parameters
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
 
-__all__ = ["PART", "BregmanObjective"]
+__all__ = ["PART", "BregmanObjective", "Drawn"]
 
 _ACTIVATIONS = 512 * 2**20
 _ANCHORS_KEPT = 256 * 2**20  # bytes of the model's own outputs, kept instead of computed again
@@ -40,19 +40,11 @@ _CHANGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 #: The part of the first step that ε must still resolve: solutions are so much smaller where curvature is large.
 PART = 1 / 32
 
+Drawn = tuple[Tensor, Tensor | None]  # positions of examples, and what each counts for
+
 
 class BregmanObjective:
-    """``F`` for a model, its training data and λ; the example z and ε come with every call.
-
-    Args:
-        model: in evaluation mode; copied into float64, not modified.
-        task: what its outputs mean.
-        train: the data that hold the model to its outputs.
-        damping: λ.
-        params: which parameters may move.
-        micro_batch: examples per pass; by default as many as fit.
-        importance: the chance of each training example to be drawn; equal ones by default.
-    """
+    """``F`` for a model, its training data and λ, given as to `pbrf`; the example z and ε come with every call."""
 
     def __init__(
         self,
@@ -61,9 +53,9 @@ class BregmanObjective:
         train: Any,
         *,
         damping: float,
-        params: ParameterFilter | None = None,
-        micro_batch: int | None = None,
-        importance: Tensor | None = None,
+        params: ParameterFilter | None,
+        micro_batch: int | None,
+        importance: Tensor | None,
     ) -> None:
         check_evaluation_mode(model)
         names = set(select_parameters(model, params))
@@ -74,7 +66,14 @@ class BregmanObjective:
         pilot = self._widened(self.terms.fetch(self.terms.longest(2)))
         self.terms.expect_outputs(check_outputs(self.network, pilot))
         check_determinism(self.network, pilot)
-        self.terms.draw_by(_chances(importance, len(self.terms)))
+        if importance is not None and not (
+            importance.shape == (len(self.terms),) and bool(((importance > 0) & importance.isfinite()).all())
+        ):
+            raise OptionError(
+                f"importance has shape {tuple(importance.shape)}; it must hold a positive chance for each of the "
+                f"{len(self.terms)} training examples"
+            )
+        self.terms.draw_by(importance)
         self.micro_batch = micro_batch or fitting_micro_batch(self.network, pilot, memory=_ACTIVATIONS)
         with torch.no_grad():
             width = self.network.outputs(pilot)[0].numel()
@@ -99,19 +98,14 @@ class BregmanObjective:
         }
 
     def gradient(
-        self,
-        displacement: ParamVector,
-        epsilon: float,
-        point: Batch,
-        positions: Tensor | None = None,
-        weights: Tensor | None = None,
+        self, displacement: ParamVector, epsilon: float, point: Batch, drawn: Drawn | None = None
     ) -> ParamVector:
-        """``∇F(θ* + εd) / ε``, over all of the data or, without bias, over the drawn examples at ``positions``."""
+        """``∇F(θ* + εd) / ε``, over all of the data or, without bias, over drawn examples."""
         total = displacement.clone().scale_(self.damping)
         moved = self.at(displacement, epsilon)
-        count = len(self.terms) if positions is None else len(positions)
+        count = len(self.terms) if drawn is None else len(drawn[0])
         receive = adding_to(total, self.terms.weight(count) / epsilon)
-        for batch, anchor in self._batches(positions, weights):
+        for batch, anchor in self._batches(drawn):
             outputs = self.network.outputs(batch, moved)
             slope = self.task.divergence_slope(outputs, anchor, batch)
             if batch.weights is not None:
@@ -123,25 +117,23 @@ class BregmanObjective:
         """``∇ℓ(z)`` at θ*."""
         return self._add_loss_gradient(self.network.zeros(), self.network.leaves(), point)
 
-    def _add_loss_gradient(
-        self, total: ParamVector, leaves: Mapping[str, Tensor], point: Batch
-    ) -> ParamVector:
+    def _add_loss_gradient(self, total: ParamVector, leaves: dict[str, Tensor], point: Batch) -> ParamVector:
         loss = self.task.query_losses(self.network.outputs(point, leaves), point).sum()
         self.network.pull_back(loss, leaves, torch.ones_like(loss), adding_to(total, 1.0))
         return total
 
-    def _batches(self, positions: Tensor | None, weights: Tensor | None) -> Iterator[tuple[Batch, Tensor]]:
+    def _batches(self, drawn: Drawn | None) -> Iterator[tuple[Batch, Tensor]]:
         """Micro-batches with the model's own outputs, which are kept for whole passes where they fit."""
-        chosen = torch.arange(len(self.terms)) if positions is None else positions
-        batches = self.terms.batches(chosen, self.micro_batch, weights)
+        positions, weights = drawn or (torch.arange(len(self.terms)), None)
+        batches = self.terms.batches(positions, self.micro_batch, weights)
         for number, batch in enumerate(map(self._widened, batches)):
-            if positions is None and number < len(self._anchors):
+            if drawn is None and number < len(self._anchors):
                 yield batch, self._anchors[number]
                 continue
             with torch.no_grad():
                 outputs = self.network.outputs(batch)
             check_finite(outputs)
-            if positions is None and self._keeps_anchors:
+            if drawn is None and self._keeps_anchors:
                 self._anchors.append(outputs)
             yield batch, outputs
 
@@ -182,36 +174,19 @@ class BregmanObjective:
         return best
 
 
-def _chances(importance: Tensor | None, examples: int) -> Tensor | None:
-    if importance is not None and not (
-        importance.shape == (examples,) and bool((importance > 0).all()) and bool(importance.isfinite().all())
-    ):
-        raise OptionError(
-            f"importance has shape {tuple(importance.shape)}; it must hold a positive chance for each of the "
-            f"{examples} training examples"
-        )
-    return importance
-
-
 class _DoublePrecision(TorchFunctionMode):
-    """While active, whoever asks for float32 gets float64: many models cast to float32 on purpose.
-
-    Example:
-        >>> with _DoublePrecision():
-        ...     torch.zeros(2, dtype=torch.float64).float().dtype
-        torch.float64
-    """
+    """While active, whoever asks for float32 gets float64: many models cast to float32 on purpose."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is Tensor.float:
             return Tensor.double(*args, **(kwargs or {}))
-        return func(*map(_wide, args), **{name: _wide(value) for name, value in (kwargs or {}).items()})
 
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
 
-def _wide(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
 
 class _DoubleNetwork(Network):

@@ -38,9 +38,7 @@ class DatamodelingScore:
 
     Attributes:
         value: mean over queries of `per_query`, undefined ones left out.
-        low, high: ends of the bootstrap interval.
-        stderr: its standard error.
-        confidence: of the interval.
+        low, high: ends of the bootstrap interval of this confidence.
         per_query: Spearman correlation over subsets, ``[queries]``; NaN where undefined.
         undefined: query -> why it has no correlation.
         split_half: the LDS that the mean of half of the seeds has against the mean of as many others, averaged over
@@ -88,7 +86,6 @@ class DatamodelingDifference:
     """By how much one method's LDS exceeds another's, from the same resamples.
 
     Attributes:
-        first, second: the two scores.
         value: mean over the queries for which both are defined of first less second.
         low, high, stderr: of the difference.
     """

@@ -29,7 +29,6 @@ class DetectionCurve:
     Attributes:
         inspected: shares of the examples, from 0 to 1, ``[points]``; a point for every value of suspicion.
         shares: of the mislabelled that are among them, ``[points]``.
-        num_examples, num_mislabelled: how many there are.
     """
 
     inspected: Tensor

@@ -75,15 +75,6 @@ class ProximalResponse:
         apart: Tensor = (self.scores - self.linear).norm(dim=0) / self.scores.norm(dim=0).clamp_min(1e-300)
         return apart
 
-    @staticmethod
-    def join(parts: Sequence[ProximalResponse]) -> ProximalResponse:
-        """Responses of more points, computed apart."""
-        joined: dict[str, Any] = {}
-        for field in fields(ProximalResponse):
-            values = [getattr(part, field.name) for part in parts]
-            joined[field.name] = torch.cat(values, -1) if isinstance(values[0], Tensor) else sum(values)
-        return ProximalResponse(**joined)
-
 
 def pbrf(
     model: nn.Module,
@@ -153,15 +144,10 @@ def pbrf(
     found = []
     with ticker("fine-tuning on single examples", len(points)) as tick:
         for point in objective.examples(points, 1):
-            descent = _Descent(objective, point, epsilon)
-            if plan is None:
-                ends = [descent.full_batch(tolerance, max_gradients)]
-            else:
-                assert generator is not None
-                ends = [descent.minibatch(plan, generator) for _ in range(plan.chains)]
-            found.append(descent.response(ends, asked, before, tolerance, plan, generator))
+            descent = _Descent(objective, point, epsilon, plan, generator)
+            found.append(descent.response(asked, before, tolerance, max_gradients))
             tick()
-    response = ProximalResponse.join(found)
+    response = _joined(found)
     if not bool(response.converged.all()):
         worst = int(response.residual.argmax())
         warnings.warn(
@@ -201,11 +187,27 @@ def _check(
         )
 
 
-class _Descent:
-    """Finding the minimiser for one point."""
+def _joined(parts: Sequence[ProximalResponse]) -> ProximalResponse:
+    """One response of all points."""
+    joined: dict[str, Any] = {}
+    for field in fields(ProximalResponse):
+        values = [getattr(part, field.name) for part in parts]
+        joined[field.name] = torch.cat(values, -1) if isinstance(values[0], Tensor) else sum(values)
+    return ProximalResponse(**joined)
 
-    def __init__(self, objective: BregmanObjective, point: Batch, epsilon: float | None) -> None:
-        self._objective, self._point = objective, point
+
+class _Descent:
+    """Finding the minimiser for one point: on full batches, or on minibatches where there is a plan."""
+
+    def __init__(
+        self,
+        objective: BregmanObjective,
+        point: Batch,
+        epsilon: float | None,
+        plan: Plan | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        self._objective, self._point, self._plan, self._generator = objective, point, plan, generator
         self._num_gradients = self._num_terms = 0
         self._slope = objective.loss_gradient(point)
         self._norm = float(self._slope.norm())
@@ -215,11 +217,38 @@ class _Descent:
         self._radius = self._norm / objective.damping
         self._epsilon = epsilon or (objective.straightest(self._start(), point) if self._norm > 0 else 1e-8)
 
+    def response(
+        self, queries: Sequence[Batch], before: Tensor, tolerance: float, max_gradients: int
+    ) -> ProximalResponse:
+        """From the end of one full-batch path or the ends of independent minibatch paths, and the losses before."""
+        plan, losses, epsilon = self._plan, self._objective.losses, self._epsilon
+        if plan is None:
+            ends = [self._newton(tolerance, max_gradients)]
+        else:
+            ends = [self._minibatches(plan) for _ in range(plan.chains)]
+        mean = ParamVector.mean(ends)
+        residual, error = self._residual(mean)
+        after = torch.stack([losses(end, epsilon, queries) for end in ends])
+        by_chain = (before - after) / epsilon  # removal and fine-tuning have opposite signs: flipped here
+        behind, ahead = (losses(mean, sign * PART * epsilon, queries) for sign in (-1, 1))
+        stderr = standard_error(by_chain, 0) if plan is not None else torch.zeros_like(before)
+        return ProximalResponse(
+            scores=by_chain.mean(0).unsqueeze(1),
+            linear=((behind - ahead) / (2 * PART * epsilon)).unsqueeze(1),  # by central differences
+            stderr=stderr.unsqueeze(1),
+            residual=torch.tensor([residual]),
+            residual_stderr=torch.tensor([error]),
+            converged=torch.tensor([residual <= tolerance]),
+            epsilon=torch.tensor([epsilon], dtype=torch.float64),
+            num_gradients=self._num_gradients,
+            num_terms=self._num_terms,
+        )
+
     def _start(self) -> ParamVector:
         """``-∇ℓ(z)/λ``, as LiSSA starts: exact in flat directions."""
         return self._slope.clone().scale_(-1 / self._objective.damping)
 
-    def full_batch(self, tolerance: float, max_gradients: int) -> ParamVector:
+    def _newton(self, tolerance: float, max_gradients: int) -> ParamVector:
         """Newton's method from ``d = 0``, where the gradient is ``∇ℓ(z)``."""
         d = self._slope.zeros_like()
         gradient = self._slope.clone()
@@ -259,12 +288,12 @@ class _Descent:
             direction.scale_(square / before).axpy_(1.0, residual)
         return step
 
-    def minibatch(self, plan: Plan, generator: torch.Generator) -> ParamVector:
+    def _minibatches(self, plan: Plan) -> ParamVector:
         """``d ← d - η ∇F_B/ε`` on fresh batches; the mean of the path's second half."""
         d, average = self._start(), self._slope.zeros_like()
         burn_in = plan.num_steps - max(1, round(_TAIL * plan.num_steps))
         for step in range(1, plan.num_steps + 1):
-            d.axpy_(-plan.step_size, self._drawn_gradient(d, plan.batch_size, generator))
+            d.axpy_(-plan.step_size, self._gradient(d, plan.batch_size))
             if not float(d.norm()) <= _LEFT_THE_BALL * self._radius:
                 raise SolverError(
                     f"fine-tuning diverged at step {step} (η = {plan.step_size:.3g}, |B| = {plan.batch_size}): the "
@@ -274,46 +303,15 @@ class _Descent:
                 average.lerp_(d, 1 / (step - burn_in))
         return average
 
-    def response(
-        self,
-        ends: Sequence[ParamVector],
-        queries: Sequence[Batch],
-        before: Tensor,
-        tolerance: float,
-        plan: Plan | None,
-        generator: torch.Generator | None,
-    ) -> ProximalResponse:
-        """From the ends of one full-batch path or of independent minibatch paths, and the losses before."""
-        losses, epsilon, mean = self._objective.losses, self._epsilon, ParamVector.mean(ends)
-        residual, error = self._residual(mean, plan, generator)
-        after = torch.stack([losses(end, epsilon, queries) for end in ends])
-        by_chain = (before - after) / epsilon  # removal and fine-tuning have opposite signs: flipped here
-        behind, ahead = (losses(mean, sign * PART * epsilon, queries) for sign in (-1, 1))
-        stderr = standard_error(by_chain, 0) if plan is not None else torch.zeros_like(before)
-        return ProximalResponse(
-            scores=by_chain.mean(0).unsqueeze(1),
-            linear=((behind - ahead) / (2 * PART * epsilon)).unsqueeze(1),  # by central differences
-            stderr=stderr.unsqueeze(1),
-            residual=torch.tensor([residual]),
-            residual_stderr=torch.tensor([error]),
-            converged=torch.tensor([residual <= tolerance]),
-            epsilon=torch.tensor([epsilon], dtype=torch.float64),
-            num_gradients=self._num_gradients,
-            num_terms=self._num_terms,
-        )
-
-    def _residual(
-        self, d: ParamVector, plan: Plan | None, generator: torch.Generator | None
-    ) -> tuple[float, float]:
+    def _residual(self, d: ParamVector) -> tuple[float, float]:
         """``‖∇F/ε‖ / ‖∇ℓ(z)‖`` and its standard error; with a plan, estimated without bias on fresh batches."""
         if self._norm == 0:
             return 0.0, 0.0
-        if plan is None:
+        if self._plan is None:
             return float(self._gradient(d).norm()) / self._norm, 0.0
-        assert generator is not None
         total, squares, m = d.zeros_like(), 0.0, _RESIDUAL_BATCHES
         for _ in range(m):
-            slope = self._drawn_gradient(d, 4 * plan.batch_size, generator)
+            slope = self._gradient(d, 4 * self._plan.batch_size)
             squares += float(slope.dot(slope))
             total.axpy_(1.0, slope)
         # products of different batches only: their noise does not add up to a norm
@@ -322,14 +320,12 @@ class _Descent:
         norm = math.sqrt(max(square, 0.0))
         return norm, min(error / max(2 * norm, 1e-30), math.sqrt(error))
 
-    def _gradient(self, d: ParamVector) -> ParamVector:
+    def _gradient(self, d: ParamVector, batch_size: int | None = None) -> ParamVector:
+        """Over all of the data, or over a fresh batch of so many terms."""
+        terms, drawn = self._objective.terms, None
+        if batch_size is not None:
+            assert self._generator is not None
+            drawn = terms.draw_weighted(batch_size, self._generator)
         self._num_gradients += 1
-        self._num_terms += self._objective.terms.num_terms
-        return self._objective.gradient(d, self._epsilon, self._point)
-
-    def _drawn_gradient(self, d: ParamVector, batch_size: int, generator: torch.Generator) -> ParamVector:
-        terms = self._objective.terms
-        positions, weights = terms.draw_weighted(batch_size, generator)
-        self._num_gradients += 1
-        self._num_terms += int(terms.counts()[positions].sum())
-        return self._objective.gradient(d, self._epsilon, self._point, positions, weights)
+        self._num_terms += terms.num_terms if drawn is None else int(terms.counts()[drawn[0]].sum())
+        return self._objective.gradient(d, self._epsilon, self._point, drawn)

@@ -61,7 +61,7 @@ class RemovalEffects:
     @property
     def differences(self) -> Tensor:
         """``ℓ`` without the group less ``ℓ`` with all data, seed by seed: ``[groups, seeds, queries]``."""
-        return _changes(self.outcomes)
+        return self.outcomes.losses[1:] - self.outcomes.losses[:1]
 
     @property
     def effects(self) -> Tensor:
@@ -105,14 +105,8 @@ def removal_effects(
 ) -> RemovalEffects:
     """Train on all data, and on all data without each group, with the same seeds.
 
-    Args:
-        train: the user's training; see `whence.validation.Trainer`.
-        num_examples: in the training data.
-        groups: positions of the examples to remove together; a single position is a group of one (leave-one-out).
-        queries: a data set, items as the task reads them.
-        task: gives the queries' losses.
-        seeds: of the training runs; differences are paired over them.
-        **options: ``batch_size``, ``processes``, ``directory`` and ``name``, as `retrain` takes them.
+    ``groups`` hold positions of examples to remove together; a single position is a group of one (leave-one-out).
+    ``num_examples`` is that of the training data. Differences are paired over the seeds. The rest is as for `retrain`.
     """
     if not groups:
         raise OptionError("there is no group to remove; give at least one")
@@ -191,8 +185,9 @@ class Brittleness:
 
     def _removals(self) -> Tensor:
         """``[queries + draws, counts, seeds, queries]``."""
-        changes: Tensor = _changes(self.outcomes).unflatten(0, (-1, len(self.counts)))
-        return changes
+        changes = self.outcomes.losses[1:] - self.outcomes.losses[:1]
+        removals: Tensor = changes.unflatten(0, (-1, len(self.counts)))
+        return removals
 
     def _draw_error(self) -> Tensor:
         return standard_error(self.random_changes.mean(3), 0)
@@ -215,17 +210,9 @@ def brittleness(
     There are ``1 + (queries + draws) · len(counts)`` subsets to train on with each seed. The random examples of one
     draw are nested, as the most helpful are, and serve every query.
 
-    Args:
-        train: the user's training; see `whence.validation.Trainer`.
-        scores: ``[queries, n]``, positive where training on the example lowers the query's loss. Examples with NaN
-            were not scored, and are not among the most helpful.
-        queries: a data set, items as the task reads them.
-        task: gives the queries' losses.
-        seeds: of the training runs; differences are paired over them.
-        counts: numbers k of examples to remove.
-        generator: draws the random examples.
-        draws: how many times.
-        **options: ``batch_size``, ``processes``, ``directory`` and ``name``, as `retrain` takes them.
+    ``scores`` are ``[queries, n]``, positive where training on the example lowers the query's loss; examples with NaN
+    were not scored, and are not among the most helpful. ``counts`` are the numbers k. The generator draws the random
+    examples, ``draws`` times. The rest is as for `removal_effects`.
     """
     if scores.ndim != 2 or len(scores) != len(queries):
         raise OptionError(
@@ -243,8 +230,3 @@ def brittleness(
     groups = [order[:k] for order in (*top, *drawn) for k in counts]
     found = removal_effects(train, n, groups, queries, task=task, seeds=seeds, **options)
     return Brittleness(found.outcomes, tuple(int(k) for k in counts), top)
-
-
-def _changes(outcomes: Outcomes) -> Tensor:
-    """Losses without each group less those with all data, ``[groups, seeds, queries]``."""
-    return outcomes.losses[1:] - outcomes.losses[:1]

@@ -38,7 +38,6 @@ from whence.validation.statistics import standard_error
 
 __all__ = ["Outcomes", "Trainer", "as_masks", "half_subsets", "mask_of", "query_losses", "retrain"]
 
-
 Place = tuple[int, int]  # of a training run: which subset, which seed
 
 
@@ -206,13 +205,7 @@ def half_subsets(n: int, count: int, *, fraction: float = 0.5, generator: torch.
 
 
 def as_masks(subsets: Tensor | Sequence[Sequence[int]], num_examples: int | None) -> Tensor:
-    """Subsets, given as a mask or as lists of positions, as a mask ``[subsets, n]`` of bool.
-
-    Example:
-        >>> as_masks([[0, 2], [1]], 3)
-        tensor([[ True, False,  True],
-                [False,  True, False]])
-    """
+    """Subsets, given as a mask or as lists of positions, as a mask ``[subsets, n]`` of bool."""
     if len(subsets) == 0:
         raise OptionError("there is no subset to train on; give at least one")
     if isinstance(subsets, Tensor) and subsets.dtype == torch.bool and subsets.ndim == 2:
@@ -236,23 +229,17 @@ def as_masks(subsets: Tensor | Sequence[Sequence[int]], num_examples: int | None
 def mask_of(positions: Any, num_examples: int, what: str) -> Tensor:
     """Positions of examples, each of them within the data and given once, as a mask ``[n]`` of bool."""
     positions = torch.as_tensor(positions).reshape(-1)
-    mask = torch.zeros(num_examples, dtype=torch.bool)
-    if positions.numel() == 0:
-        return mask
-    if positions.is_floating_point() or positions.dtype == torch.bool:
+    if positions.numel() and (positions.is_floating_point() or positions.dtype == torch.bool):
         raise OptionError(f"{what} holds {positions.dtype}; give positions in the training data")
-    low, high = int(positions.min()), int(positions.max())
-    if low < 0 or high >= num_examples:
+    positions = positions.long()
+    for outside in positions[(positions < 0) | (positions >= num_examples)].tolist():
         raise OptionError(
-            f"{what} holds the position {low if low < 0 else high}; with {num_examples} examples they are "
-            f"0..{num_examples - 1}"
+            f"{what} holds the position {outside}; with {num_examples} examples they are 0..{num_examples - 1}"
         )
-    values, times = positions.unique(return_counts=True)
-    if len(values) < len(positions):
-        twice = int(values[times.argmax()])
+    times = torch.bincount(positions, minlength=num_examples)
+    for twice in (times > 1).nonzero().flatten().tolist():
         raise OptionError(f"{what} holds position {twice} more than once; give each example once")
-    mask[values] = True
-    return mask
+    return times > 0
 
 
 # --- training runs ---------------------------------------------------------------------------------------------
@@ -345,18 +332,15 @@ class _Job:
 @contextmanager
 def _alone() -> Iterator[None]:
     """One thread; afterwards its number and the global random numbers are as they were."""
-    threads, states = (
-        torch.get_num_threads(),
-        (random.getstate(), np.random.get_state(), torch.get_rng_state()),
-    )
+    threads, python, of_numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
     torch.set_num_threads(1)
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         torch.set_num_threads(threads)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        random.setstate(python)
+        np.random.set_state(of_numpy)
 
 
 # --- processes -------------------------------------------------------------------------------------------------
@@ -402,16 +386,21 @@ def _in_processes(payload: bytes, todo: list[Place], processes: int) -> Generato
         raise failure
 
 
-_payload = b""
-_job: _Job | None = None
+_job: _Job | WhenceError  # of a worker, or why it has none
 
 
 def _start_worker(payload: bytes, dtype: str) -> None:
-    global _payload
-    _payload = payload
+    global _job
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, dtype))
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    try:
+        _job = pickle.loads(payload)
+    except Exception as error:  # pickled by name, and this process has no such name
+        _job = OptionError(
+            f"train, queries or task cannot be loaded in another process ({error}); define them in a module that "
+            "can be imported, or use processes=1"
+        )
 
 
 def _end_with_the_parent() -> None:
@@ -423,15 +412,7 @@ def _end_with_the_parent() -> None:
 
 
 def _work(place: Place) -> list[float]:
-    global _job, _payload
-    if _job is None:
-        try:
-            _job = pickle.loads(_payload)
-        except Exception as error:  # pickled by name, and this process has no such name
-            raise OptionError(
-                f"train, queries or task cannot be loaded in another process ({error}); define them in a module that "
-                "can be imported, or use processes=1"
-            ) from error
-        _payload = b""
+    if isinstance(_job, WhenceError):
+        raise _job
     result: list[float] = _job.run(place).tolist()
     return result

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whence.spectrum import Estimate
-
-__all__ = ["Ranks", "draw_weights", "estimates_of", "jackknife", "rank_correlations", "standard_error"]
+__all__ = ["Ranks", "draw_weights", "rank_correlations", "standard_error"]
 
 
 def standard_error(samples: Tensor, dim: int) -> Tensor:
@@ -20,29 +17,6 @@ def standard_error(samples: Tensor, dim: int) -> Tensor:
     if count < 2:
         return torch.full_like(samples.mean(dim), math.nan)
     return samples.std(dim) / math.sqrt(count)
-
-
-def jackknife(statistic: Callable[[Tensor], Tensor], samples: Tensor) -> tuple[float, float]:
-    """A statistic of the mean of two or more samples, and its standard error by leaving out one at a time."""
-    count = len(samples)
-    without = torch.stack([statistic((samples.sum(0) - sample) / (count - 1)) for sample in samples])
-    error = ((without - without.mean()).square().sum() * (count - 1) / count).sqrt()
-    return float(statistic(samples.mean(0))), float(error)
-
-
-def estimates_of(function: Callable[[Tensor], Tensor], samples: Tensor) -> list[Estimate]:
-    """Functions of means, their errors to first order.
-
-    Args:
-        function: from means ``[quantities, groups]`` to a vector.
-        samples: ``[quantities, groups, n]``. The quantities of one sample may depend on one another, samples and groups
-            may not.
-    """
-    means = samples.mean(-1)
-    slopes: Tensor = torch.func.jacrev(function)(means)
-    moves = torch.einsum("okg,kgn->ogn", slopes, samples)
-    errors = (moves.var(-1).sum(-1) / samples.shape[-1]).sqrt()
-    return [Estimate(*pair) for pair in zip(function(means).tolist(), errors.tolist(), strict=True)]
 
 
 class Ranks:

@@ -1,6 +1,6 @@
 """`validate`: as many reasons to believe a run's scores, or to doubt them, as a budget buys.
 
-    the solver's own account → condition C.1 → fine-tuning on single examples → other dampings
+    the solver's own account → the noise of batches → fine-tuning on single examples → other dampings
 
 Each check predicts what it will cost, does as much as fits, and is skipped with the reason where nothing does. Costs
 are predicted from the seconds that a product takes for each term. What is found is written down check by check and,
@@ -13,7 +13,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from whence.attribution import Attribution
+from whence.attribution.job import operator_identity
 from whence.errors import OptionError, RunDirectoryError, SolverError, WhenceError, WhenceWarning
 from whence.model.data import TermSet
 from whence.model.gauss_newton import GaussNewton
@@ -29,11 +30,14 @@ from whence.model.memory import half_of_memory
 from whence.model.selection import ParameterFilter
 from whence.report.checks import NAMES, Check, Comparison, Validation
 from whence.runs import Run, read
-from whence.runs.fingerprint import of_data, of_model, of_value
+from whence.runs.fingerprint import of_data, of_value
 from whence.solvers.plan import Plan
+from whence.spectrum import estimate_spectrum
 from whence.tasks import Task
 from whence.units import format_bytes, format_duration
-from whence.validation.checks import (
+from whence.validation.damping import BASIS_BUDGET, damping_sweep
+from whence.validation.pbrf import ProximalResponse, pbrf
+from whence.validation.verdicts import (
     batch_check,
     damping_check,
     fine_tuning_check,
@@ -42,9 +46,6 @@ from whence.validation.checks import (
     solver_check,
     terms_in,
 )
-from whence.validation.condition import check_condition
-from whence.validation.damping import BASIS_BUDGET, damping_sweep
-from whence.validation.pbrf import ProximalResponse, pbrf
 
 __all__ = ["check_options", "validate"]
 
@@ -54,11 +55,10 @@ _SHARES = {"batch": 0.25, "fine-tuning": 0.75, "damping": 0.9}
 _GRADIENT = 1.5
 _CHAINS = 2  # of a fine-tuning by random batches: the fewest that have a spread
 _TOLERANCE = 1e-4
-_REALISATIONS = (16, 256)  # of C.1, at least and at most
+_REALISATIONS = (16, 256)  # pairs of batches, at least and at most
 _LANCZOS = 20
 _DAMPINGS = (4.0, 2.0, 1.0, 0.5, 0.25)  # times the run's own
 _PRODUCTS, _PROBES, _RANKED, _QUERIES = 64, 2, 48, 3
-_PILOT_TERMS = 1024
 
 
 def validate(
@@ -117,9 +117,8 @@ def validate(
     if result.solve.by_curvature:
         gnh.terms.draw_by(measure_importance(gnh).probabilities())
     with Run(None, {}, identity={}) if directory is None else Run.again(directory) as run:
-        notes = _Notes.open(run, of_value([result.chain_scores, result.indices]))
-        job = _Job(gnh, queries, params, result, notes, budget=budget_seconds, points=points, seed=seed)
-        notes.keep(solver_check(result))
+        job = _Job(gnh, queries, params, result, run, budget=budget_seconds, points=points, seed=seed)
+        job.keep(solver_check(result))
         for name, check in CHECKS.items():
             if job.settled(name):
                 continue
@@ -128,8 +127,8 @@ def validate(
                 found = check(job)
             except (WhenceError, torch.OutOfMemoryError) as error:
                 found = skipped(name, f"it failed. {error}")
-            notes.keep(replace(found, seconds=time.monotonic() - begun, budget_seconds=budget_seconds))
-        return notes.validation
+            job.keep(replace(found, seconds=time.monotonic() - begun, budget_seconds=budget_seconds))
+        return job.found
 
 
 def check_options(budget_seconds: float, points: int) -> None:
@@ -142,56 +141,18 @@ def check_options(budget_seconds: float, points: int) -> None:
 
 def _recognise(gnh: GaussNewton, queries: Any, result: Attribution) -> None:
     """Refuse another model, other data, queries or parameters than the scores are about."""
-    found = {
-        "model": of_model(gnh.network.model),
-        "train": of_data(gnh.terms.data),
-        "queries": of_data(queries),
-        "params": of_value(list(gnh.network.parameters)),
-    }
-    for name, fingerprint in found.items():
-        known = str(result.settings.get(name, fingerprint))
-        if not known.endswith(fingerprint):
+    found = {**operator_identity(gnh), "queries": f"{len(queries)} {of_data(queries)}"}
+    for name, given in found.items():
+        known = result.settings.get(name, given)
+        if known != given:
             raise RunDirectoryError(
-                f"the {name} given now ({fingerprint}) are not what the scores are about ({known}). Give what the run "
+                f"the {name} given now ({given}) are not what the scores are about ({known}). Give what the run "
                 "was made with, or run again with what there is now"
             )
 
 
-@dataclass
-class _Notes:
-    """What was found so far, in the run directory after every addition."""
-
-    run: Run
-    about: str
-    checks: dict[str, Check] = field(default_factory=dict)
-    comparisons: list[Comparison] = field(default_factory=list)
-
-    @staticmethod
-    def open(run: Run, about: str) -> _Notes:
-        """Those of an earlier call about the same scores, or new ones."""
-        if run.path is not None and run.has("validation"):
-            found = read(run.path, "validation", Validation)
-            if found.about == about:
-                return _Notes(
-                    run, about, {check.name: check for check in found.checks}, list(found.comparisons)
-                )
-        return _Notes(run, about)
-
-    def keep(self, check: Check) -> None:
-        self.checks[check.name] = check
-        self.write()
-
-    def write(self) -> None:
-        self.run.put("validation", Validation, self.validation)
-
-    @property
-    def validation(self) -> Validation:
-        known = [self.checks[name] for name in NAMES if name in self.checks]
-        return Validation(self.about, tuple(known), tuple(self.comparisons))
-
-
 class _Job:
-    """What the checks work on, what it costs, and what is left to spend."""
+    """What the checks work on, what they found, what they cost, and what is left to spend."""
 
     def __init__(
         self,
@@ -199,26 +160,37 @@ class _Job:
         queries: Any,
         params: ParameterFilter | None,
         result: Attribution,
-        notes: _Notes,
+        run: Run,
         *,
         budget: float,
         points: int,
         seed: int,
     ) -> None:
         self._begun = time.monotonic()
-        self.gnh, self.queries, self.params, self.result, self.notes = gnh, queries, params, result, notes
+        self.gnh, self.queries, self.params, self.result, self.run = gnh, queries, params, result, run
         self.budget, self.seed = budget, seed
         self.plan: Plan = result.solve.plan
+        about = Validation(of_value([result.chain_scores, result.indices]), ())
+        known = read(run.path, "validation", Validation) if run.path and run.has("validation") else about
+        #: What is known of these scores, in the run directory after every addition.
+        self.found = known if known.about == about.about else about
         per_example = gnh.terms.terms_per_example
         #: Terms in a batch of the plan: examples are drawn whole.
         self.drawn = max(1, round(self.plan.batch_size / per_example)) * per_example
         #: Examples to fine-tune on, (index, kind).
         self.chosen = _choose(result, len(queries), points, self.generator("points"))
-        #: Seconds per term of products over small batches, and over large ones, which are faster term for term.
-        self.pace = self.plan.spectrum.seconds_per_term or self._measure_pace(round(self.drawn))
-        self.large_pace = self.pace
-        if _PILOT_TERMS * self.pace <= 0.02 * budget:
-            self.large_pace = min(self.pace, self._measure_pace(_PILOT_TERMS))
+        #: Seconds that a product takes for each term.
+        self.pace = self.plan.spectrum.seconds_per_term or self._measure_pace()
+
+    def keep(self, *checks: Check, comparisons: Sequence[Comparison] | None = None) -> None:
+        """Add checks to what was found, or put these comparisons in place of those there."""
+        known = {check.name: check for check in (*self.found.checks, *checks)}
+        self.found = replace(
+            self.found,
+            checks=tuple(known[name] for name in NAMES if name in known),
+            comparisons=self.found.comparisons if comparisons is None else tuple(comparisons),
+        )
+        self.run.put("validation", Validation, self.found)
 
     @property
     def left(self) -> float:
@@ -230,21 +202,21 @@ class _Job:
         number = ["points", "pace", *NAMES].index(name)
         return torch.Generator().manual_seed(self.seed * 1_000_003 + number + 16 * part)
 
-    def _measure_pace(self, terms: int) -> float:
-        generator, terms = self.generator("pace"), min(terms, self.gnh.num_terms)
+    def _measure_pace(self) -> float:
+        generator = self.generator("pace")
         vector = self.gnh.zeros().rademacher_like(generator)
-        batch = self.gnh.sample(terms, generator)
+        batch = self.gnh.sample(min(round(self.drawn), self.gnh.num_terms), generator)
         begun = time.perf_counter()
         batch.matvec(vector)
         return (time.perf_counter() - begun) / batch.num_terms
 
     def settled(self, name: str) -> bool:
         """Whether nothing is to be gained by running a check (again): more time may tell what less could not."""
-        check = self.notes.checks.get(name)
+        check = next((check for check in self.found.checks if check.name == name), None)
         if check is None or not check.ran:
             return False
         if name == "fine-tuning":
-            return {index for index, _ in self.chosen} <= {c.index for c in self.notes.comparisons}
+            return {index for index, _ in self.chosen} <= {c.index for c in self.found.comparisons}
         return check.verdict != "cannot tell" or self.budget <= check.budget_seconds
 
     def unaffordable(self, name: str, what: str, seconds: float) -> Check:
@@ -291,6 +263,7 @@ def _block(columns: int) -> float:
 
 
 def _measure_batches(job: _Job) -> Check:
+    """Measure the constant C anew, on batches as large as the solver's."""
     gnh, share = job.gnh, _SHARES["batch"] * job.left
     if job.result.solve.certificate is not None:
         return skipped(
@@ -298,27 +271,29 @@ def _measure_batches(job: _Job) -> Check:
         )
     if len(gnh.terms) < 2:
         return skipped("batch", "there is a single training example, and nothing to draw.")
-    per_example = gnh.terms.terms_per_example
-    examples = round(job.drawn / per_example)
-    draws = (examples // 2, examples) if examples > 1 else (1, 2)
-    sizes = [min(math.ceil(count * per_example), gnh.num_terms) for count in draws]
-    pair = 2 * _block(2) * sum(sizes) * job.pace  # two batches times two vectors, at both sizes
-    per_term = _LANCZOS * job.large_pace
-    most, least = min(gnh.num_terms, 4096), min(gnh.num_terms, 2 * sizes[-1])
-    subset = max(least, min(most, int(share / 3 / per_term)))
-    realisations = int((share - subset * per_term) / pair)
-    if realisations < _REALISATIONS[0]:
-        what = f"the fewest measurements that say anything ({_REALISATIONS[0]})"
-        return job.unaffordable("batch", what, least * per_term + _REALISATIONS[0] * pair)
-    found = check_condition(
-        gnh,
-        sizes,
-        generator=job.generator("batch"),
-        realisations=min(realisations, _REALISATIONS[1]),
-        spectrum_terms=subset,
-        max_products=_LANCZOS,
-    )
-    return batch_check(job.result, job.plan, job.drawn, found)
+    batch = min(math.ceil(job.drawn), gnh.num_terms)
+    pair = 8 * batch * job.pace  # four gradients, and two products of each of two vectors
+    per_term = _LANCZOS * job.pace
+    fewest, enough = _REALISATIONS
+    most, least = min(gnh.num_terms, 4096), min(gnh.num_terms, 2 * batch)
+    subset = max(least, min(most, int(min(share / 3, share - fewest * pair) / per_term)))
+    pairs = min(int((share - subset * per_term) / pair), enough)
+    if pairs < fewest:
+        what = f"the fewest measurements that say anything ({fewest})"
+        return job.unaffordable("batch", what, least * per_term + fewest * pair)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", WhenceWarning
+        )  # estimates that contradict each other: the check says so
+        spectrum = estimate_spectrum(
+            gnh,
+            generator=job.generator("batch"),
+            probes=4 * pairs,
+            probe_batch=batch,
+            terms=subset,
+            max_products=_LANCZOS,
+        )
+    return batch_check(job.result, job.plan, job.drawn, spectrum, pairs)
 
 
 # --- does fine-tuning agree? ---------------------------------------------------------------------------------
@@ -330,7 +305,7 @@ def _fine_tune(job: _Job) -> Check:
     Over all of the data where that fits; else by random batches under the run's own plan, which is noisier and about
     the same objective. A subset of the data would be cheaper still, but its scores are others than the run's.
     """
-    gnh, plan, done = job.gnh, job.plan, job.notes.comparisons
+    gnh, plan = job.gnh, job.plan
     needed = 8 * (sum(p.numel() for p in gnh.network.model.parameters()) + 10 * gnh.num_parameters)
     memory = half_of_memory(gnh.network.device)
     if memory is not None and needed > memory:
@@ -341,18 +316,18 @@ def _fine_tune(job: _Job) -> Check:
         )
     end = job.left * (1 - _SHARES["fine-tuning"])
     gradients = _iterations(plan.condition_number, 0.3 * _TOLERANCE)
-    full = _GRADIENT * gradients * gnh.num_terms * job.large_pace
+    full = _GRADIENT * gradients * gnh.num_terms * job.pace
     small = _GRADIENT * (_CHAINS * plan.num_steps + 32) * job.drawn * job.pace
     fits = full * len(job.chosen) <= job.left - end
-    full_batch = fits or full <= small or any(c.full_batch for c in done)
-    done[:] = [comparison for comparison in done if comparison.full_batch == full_batch]
+    full_batch = fits or full <= small or any(c.full_batch for c in job.found.comparisons)
+    done = [comparison for comparison in job.found.comparisons if comparison.full_batch == full_batch]
     known = {comparison.index for comparison in done}
     todo = [chosen for chosen in job.chosen if chosen[0] not in known]
     cost = full if full_batch else small
     while todo and job.left - len(todo[:3]) * cost >= end:
         begun, turn, todo = time.monotonic(), todo[:3], todo[3:]
         done += _compare(job, turn, 3 * gradients if full_batch else None)
-        job.notes.write()
+        job.keep(comparisons=done)
         cost = (time.monotonic() - begun) / len(turn)  # measured is better than predicted
     if not done:
         way = f"over all {terms_in(job.result, gnh.num_terms)}" if full_batch else "by random batches"
@@ -421,7 +396,7 @@ def _sweep_dampings(job: _Job) -> Check:
     ranked = [index for index, _ in _choose(result, asked, most // 3, job.generator("points"))]
     if products < min(_PRODUCTS // 4, gnh.num_parameters) or len(ranked) < 3:
         return skipped("damping", f"vectors of {format_bytes(vector)} are too large to keep enough of them.")
-    per_term = products * (_block(_PROBES) + _block(asked)) * job.large_pace
+    per_term = products * (_block(_PROBES) + _block(asked)) * job.pace
     # A draw of m terms differs from the whole by Tr(H)/m. Where that is above λ, λ would matter less than it does.
     least = min(gnh.num_terms, math.ceil(plan.spectrum.trace.value / plan.damping))
     terms = min(gnh.num_terms, max(least, 4096), int(_SHARES["damping"] * job.left / per_term))
@@ -442,7 +417,7 @@ def _sweep_dampings(job: _Job) -> Check:
     return damping_check(result, sweep)
 
 
-#: Check -> how to run it, in their order.
+#: How to run each check, in their order.
 CHECKS: Mapping[str, Callable[[_Job], Check]] = {
     "batch": _measure_batches,
     "fine-tuning": _fine_tune,

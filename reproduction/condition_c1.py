@@ -10,28 +10,23 @@ top eigenvector gives C.1 along the direction where a long step hurts most. Deri
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whence.attribution.sweep import aligned
 from whence.errors import OptionError, SolverError
 from whence.model.gauss_newton import GaussNewton
-from whence.operators import Damped, LinearOperator
+from whence.operators import LinearOperator
 from whence.progress import track
-from whence.spectrum import Estimate, lanczos, trace_from_quadratic_forms
-from whence.validation.statistics import estimates_of
+from whence.spectrum import Estimate, lanczos
 from whence.vectors import ParamVector
 
 __all__ = ["ConditionCheck", "ConditionPoint", "check_condition"]
 
 _PAPERS_CONSTANT = 2.0
-_PILOT_PROBES = 16
-_LADDER = 4
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class ConditionCheck:
         realisations: pairs of products at each batch size.
         largest_share: the most that one realisation contributed to a mean. Standard errors are to be believed only
             where this is small.
-        num_products: products spent, with those of Lanczos and of the pilot.
+        num_products: products spent, with those of Lanczos.
         num_term_products: terms gone through in them.
     """
 
@@ -82,22 +77,11 @@ class ConditionCheck:
     num_products: int
     num_term_products: int
 
-    def __post_init__(self) -> None:
-        if len(self.points) < 2:
-            raise OptionError(f"a slope needs at least two batch sizes, got {len(self.points)}")
-        sizes = [point.batch_size for point in self.points]
-        if any(small >= large for small, large in pairwise([0.0, *sizes])):
-            raise OptionError(f"batch sizes must be positive, each above the one before; got {sizes}")
-        if not (self.trace.value > 0 and self.curvature.value > 0):
-            raise OptionError(f"trace and curvature must be positive, got {self.trace} and {self.curvature}")
-
     def holds(self, C: float = _PAPERS_CONSTANT, *, errors: float = 2.0) -> bool | None:
         """Whether C.1 survives with this C, on average and along the top eigenvector; None where errors leave it open.
 
         Both are necessary for the inequality of matrices, neither is sufficient: False refutes, True does not prove.
         """
-        if not 0 < C < math.inf:
-            raise OptionError(f"C must be a positive number, got {C}")
         measured = (self.constant, self.top_constant)
         if any(estimate.lower(errors) > C for estimate in measured):
             return False
@@ -154,95 +138,48 @@ class ConditionCheck:
             )
         return " ".join(sentences)
 
-    def __str__(self) -> str:
-        rows = [("|B|", "Tr(E H² - H²)", "Tr(H)²/|B|", "Ĉ", "Ĉ(v₁)")]
-        rows += [
-            (f"{p.batch_size:,.4g}", str(p.gap), str(p.bound), str(p.constant), str(p.top_constant))
-            for p in self.points
-        ]
-        rows.append(("pooled", "", "", str(self.constant), str(self.top_constant)))
-        header, *lines = aligned(rows)
-        header = header.replace("E H²", "E H̃²")  # its mark takes no width
-        cost = f"{self.num_products:,} products over {self.num_term_products:,} terms"
-        numbers = f"Tr(H) = {self.trace}, v₁ᵀHv₁ = {self.curvature}; {cost}"
-        return "\n".join([header, *lines, numbers, self.verdict])
-
 
 def check_condition(
     operator: LinearOperator,
-    batch_sizes: Sequence[int] | None = None,
+    batch_sizes: Sequence[int],
     *,
     generator: torch.Generator,
-    realisations: int = 256,
+    realisations: int,
     spectrum_terms: int = 4096,
-    max_products: int = 40,
 ) -> ConditionCheck:
     """Measure condition C.1 at several batch sizes, each number with its standard error.
 
     Every realisation draws signs v and two independent batches, and multiplies both v and the top eigenvector by each.
     The paper averages 1,000 realisations at each of four batch sizes.
 
-    Memory: five vectors of the parameters' size (the top eigenvector, a block of two, their difference), what a product
-    of a block of two needs, and Lanczos' basis before that.
-
     Args:
         operator: the operator, undamped; a mean over terms that can be sampled.
         batch_sizes: |B| in terms, as `LinearOperator.sample` takes it; at least two that draw different numbers of
-            examples. By default ½, 1, 2 and 4 times the batch of the paper's plan, as far as the data allow.
+            examples.
         generator: all randomness comes from here.
         realisations: pairs of products at each batch size.
         spectrum_terms: the top eigenvector is found on a subset of at most so many terms. What is measured along it is
             unbiased all the same: its curvature comes from the sampled products.
-        max_products: Lanczos' budget.
-
-    Example:
-        >>> from whence import FiniteSum
-        >>> rows = torch.eye(3, dtype=torch.float64)
-        >>> A = FiniteSum([torch.outer(x, x) for x in rows])
-        >>> check = check_condition(A, [1, 2], generator=torch.Generator().manual_seed(0))
-        >>> check.holds()
-        True
     """
-    _check_options(operator, realisations)
-    sizes: dict[float, int] = {}
-    if batch_sizes is not None:
-        sizes = _distinct(operator, batch_sizes, generator)
+    sizes = _distinct(operator, batch_sizes, generator)
     whole = operator.num_terms <= spectrum_terms
     found = lanczos(
         operator if whole else operator.subset(spectrum_terms, generator),
         generator=generator,
-        max_products=max_products,
+        max_products=40,
         want_vector=True,
     )
     assert found.top_vector is not None
-    products, terms = found.num_products, found.num_products * min(operator.num_terms, spectrum_terms)
     if not found.lambda_max.value > 0:
         raise _no_curvature(found.lambda_max.value)
-    if not sizes:
-        pilot = min(max(16, operator.num_terms // _PILOT_PROBES), 256, operator.num_terms)
-        trace = trace_from_quadratic_forms(
-            operator, probes=_PILOT_PROBES, batch_size=pilot, generator=generator
-        )
-        products, terms = products + _PILOT_PROBES, terms + _PILOT_PROBES * pilot
-        sizes = _ladder(operator, _PAPERS_CONSTANT * trace.value / found.lambda_max.value, generator)
     draws = [
         _realise(operator, size, found.top_vector, realisations, generator)
         for _, size in sorted(sizes.items())
     ]
     each = 4 * realisations  # two batches times a block of two
-    products, terms = products + each * len(sizes), terms + round(each * sum(sizes))
+    products = found.num_products + each * len(sizes)
+    terms = found.num_products * min(operator.num_terms, spectrum_terms) + round(each * sum(sizes))
     return _summarise(torch.stack(draws, dim=1), sorted(sizes), products, terms)
-
-
-def _check_options(operator: LinearOperator, realisations: int) -> None:
-    if isinstance(operator, Damped):
-        raise OptionError("C.1 is about the operator itself; pass `damped.operator`")
-    if realisations < 2:
-        raise OptionError(f"{realisations} realisations cannot give a standard error; use at least 2")
-    if operator.num_terms < 2:
-        raise OptionError(
-            f"{type(operator).__name__} is not a mean over several terms: nothing is sampled, and C.1 says nothing"
-        )
 
 
 def _expected_terms(operator: LinearOperator, batch_size: int, generator: torch.Generator) -> float:
@@ -265,20 +202,6 @@ def _distinct(operator: LinearOperator, sizes: Sequence[int], generator: torch.G
                 "whole; give sizes that are further apart"
             )
         found[expected] = size
-    return found
-
-
-def _ladder(operator: LinearOperator, planned: float, generator: torch.Generator) -> dict[float, int]:
-    """½, 1, 2, 4 times the planned batch, moved to where one example and all the data allow."""
-    smallest = _expected_terms(operator, 1, generator)
-    start = min(max(planned / 2, smallest), max(smallest, operator.num_terms / 2 ** (_LADDER - 1)))
-    wanted = {max(1, min(round(start * 2**k), operator.num_terms)) for k in range(_LADDER)}
-    found = {_expected_terms(operator, size, generator): size for size in sorted(wanted)}
-    if len(found) < 2:
-        raise OptionError(
-            f"the data hold {operator.num_terms} terms in examples of {smallest:.4g}: batches of different sizes "
-            "cannot be drawn. Use more data"
-        )
     return found
 
 
@@ -317,7 +240,7 @@ def _summarise(values: Tensor, sizes: Sequence[float], products: int, terms: int
         pooled = torch.stack([trace, curvature, constants.mean(), top_constants.mean()])
         return torch.cat([pooled, gaps, trace**2 / batches, constants, top_constants])
 
-    found = estimates_of(both_sides, values)
+    found = _estimates_of(both_sides, values)
     trace, curvature, constant, top_constant = found[:4]
     columns = [found[4 + k :: len(sizes)] for k in range(len(sizes))]
     points = tuple(ConditionPoint(size, *column) for size, column in zip(sizes, columns, strict=True))
@@ -334,6 +257,21 @@ def _summarise(values: Tensor, sizes: Sequence[float], products: int, terms: int
         num_products=products,
         num_term_products=terms,
     )
+
+
+def _estimates_of(function: Callable[[Tensor], Tensor], samples: Tensor) -> list[Estimate]:
+    """Functions of means, their errors to first order.
+
+    Args:
+        function: from means ``[quantities, groups]`` to a vector.
+        samples: ``[quantities, groups, n]``. The quantities of one sample may depend on one another, samples and groups
+            may not.
+    """
+    means = samples.mean(-1)
+    slopes: Tensor = torch.func.jacrev(function)(means)
+    moves = torch.einsum("okg,kgn->ogn", slopes, samples)
+    errors = (moves.var(-1).sum(-1) / samples.shape[-1]).sqrt()
+    return [Estimate(*pair) for pair in zip(function(means).tolist(), errors.tolist(), strict=True)]
 
 
 def _slope(points: Sequence[ConditionPoint]) -> Estimate | None:

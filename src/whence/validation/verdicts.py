@@ -16,9 +16,8 @@ from whence.attribution import Attribution
 from whence.attribution.scored import Scored
 from whence.report.checks import Check, Comparison, Verdict
 from whence.solvers.plan import Plan
-from whence.validation.condition import ConditionCheck
+from whence.spectrum import Spectrum
 from whence.validation.damping import DampingSweep
-from whence.validation.statistics import jackknife
 
 __all__ = [
     "batch_check",
@@ -119,20 +118,15 @@ def solver_check(result: Attribution) -> Check:
     return _check("solver", verdict, " ".join([text, *solve.events]), numbers)
 
 
-def batch_check(result: Attribution, plan: Plan, drawn: float, found: ConditionCheck) -> Check:
-    """Whether the plan's batch is above ``C·Tr(H) / (1/η - λ)`` with the C that was measured now.
-
-    Args:
-        result: whose terms are counted.
-        plan: with which the run was solved.
-        drawn: terms in a batch: examples are drawn whole.
-        found: condition C.1, measured.
-    """
+def batch_check(result: Attribution, plan: Plan, drawn: float, spectrum: Spectrum, pairs: int) -> Check:
+    """Whether batches of so many ``drawn`` terms are above ``C·Tr(H) / (1/η - λ)``, with C and Tr(H) measured anew."""
+    average, top = spectrum.sampling_constant, spectrum.top_sampling_constant
+    assert average is not None
+    assert top is not None
     room = 1 / plan.step_size - plan.damping
-    per_constant = found.trace.value / room if room > 0 else math.inf
-    measured = (found.constant, found.top_constant)
-    enough = max(estimate.upper() for estimate in measured) * per_constant
-    least = max(estimate.lower() for estimate in measured) * per_constant
+    per_constant = spectrum.trace.value / room if room > 0 else math.inf
+    enough = max(average.upper(), top.upper()) * per_constant
+    least = max(average.lower(), top.lower()) * per_constant
     verdict: Verdict
     if drawn < least:
         verdict = "doubt"
@@ -140,12 +134,11 @@ def batch_check(result: Attribution, plan: Plan, drawn: float, found: ConditionC
             f"By their noise, measured anew, batches of at least {terms_in(result, math.ceil(least))} are needed: "
             "errors may be larger than the error bars say. Run again with a larger refine or a larger damping."
         )
-    elif found.heavy_tailed or not found.falls_as_inverse:
+    elif contradictions := spectrum.inconsistencies():
         verdict = "cannot tell"
-        few, flat = "a few unusual batches dominate.", "larger ones are not less so, as they must be."
         text = (
-            f"How noisy such batches are could not be measured well: {few if found.heavy_tailed else flat} A larger "
-            "budget measures more of them."
+            f"How noisy such batches are could not be measured well: {contradictions[0]}. A larger budget measures "
+            "more of them."
         )
     elif drawn >= enough:
         verdict = "trust"
@@ -162,22 +155,16 @@ def batch_check(result: Attribution, plan: Plan, drawn: float, found: ConditionC
     numbers: dict[str, float | Pair] = {
         "batch": round(drawn),
         "stable from": math.ceil(enough),
-        "noise of batches": (found.constant.value, found.constant.stderr),
-        "steepest direction": (found.top_constant.value, found.top_constant.stderr),
-        "measurements": found.realisations,
+        "noise of batches": (average.value, average.stderr),
+        "steepest direction": (top.value, top.stderr),
+        "measurements": pairs,
     }
     opening = f"Every step of the solver looked at {terms_in(result, drawn)}."
     return _check("batch", verdict, f"{opening} {text}", numbers)
 
 
 def fine_tuning_check(result: Attribution, comparisons: Sequence[Comparison], *, planned: int) -> Check:
-    """Scores by influence against scores by fine-tuning: correlation and slope, with errors from the chains.
-
-    Args:
-        result: whose chains tell the errors of its scores.
-        comparisons: what was fine-tuned on.
-        planned: how many examples were asked for.
-    """
+    """Scores by influence against scores by fine-tuning on examples, of which so many were planned."""
     used = [comparison for comparison in comparisons if comparison.converged]
     lost, missing = len(comparisons) - len(used), planned - len(comparisons)
     notes = f" Fine-tuning on {lost} more did not converge; they are left out." if lost else ""
@@ -260,14 +247,15 @@ def _agreement(result: Attribution, used: Sequence[Comparison]) -> tuple[Pair, P
 
 
 def _with_error(statistic: Callable[[Tensor], Tensor], scored: Scored) -> Pair:
-    """A statistic of the scores and its standard error: from several chains, or by moving a single one."""
+    """A statistic of the scores and its standard error: by leaving out each chain, or by moving a single one."""
     chains = scored.chains.double()
-    if len(chains) > 1:
-        return jackknife(statistic, chains)
+    value, count = float(statistic(chains.mean(0))), len(chains)
+    if count > 1:
+        without = torch.stack([statistic((chains.sum(0) - chain) / (count - 1)) for chain in chains])
+        return value, float(((without - without.mean()).square().sum() * (count - 1) / count).sqrt())
     generator = torch.Generator().manual_seed(0)
     moves = torch.randn(32, *chains.shape[1:], generator=generator, dtype=torch.float64)
-    moved = torch.stack([statistic(chains[0] + move * scored.stderr) for move in moves])
-    return float(statistic(chains[0])), float(moved.std())
+    return value, float(torch.stack([statistic(chains[0] + move * scored.stderr) for move in moves]).std())
 
 
 def damping_check(result: Attribution, sweep: DampingSweep) -> Check:
