@@ -192,7 +192,7 @@ def test_ids_that_do_not_exist_are_named(passages: Passages, tmp_path: Path) -> 
     path.write_bytes(b"\xff")
     with pytest.raises(DataError, match="byte 0xff at offset 0"):
         read_ids(path)
-    with pytest.raises(DataError, match=r"there is no file '.*nowhere'; check the name"):
+    with pytest.raises(DataError, match=r"nowhere cannot be read: .*No such file.*; check the name"):
         read_ids(tmp_path / "nowhere")
 
 

@@ -387,7 +387,7 @@ def test_labels_from_files(tmp_path: Path) -> None:
         path.write_text(bad)
         with pytest.raises(DataError, match=r"labels\.json|listed twice"):
             Labels.from_file(path)
-    with pytest.raises(DataError, match=r"there is no file '.*nowhere'; check the name"):
+    with pytest.raises(DataError, match=r"nowhere cannot be read: .*No such file.*; check the name"):
         Labels.from_file(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"train has 3 classes .*, the model has 2 outputs"):
         Labels(("a", "b", "c")).check_outputs(2, "train")

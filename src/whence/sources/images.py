@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +192,12 @@ def _folder(directory: Path, labels: Labels | None) -> tuple[Records, Labels]:
         if not found:
             raise DataError(f"the class folder {folder} holds no PNG or JPEG image; remove it, or add images")
         files += found
-    records = Files(directory, files, partial(_labelled, root=directory))
-    return records, labels or Labels(tuple(folder.name for folder in folders))
+    return _ImageFiles(directory, files), labels or Labels(tuple(folder.name for folder in folders))
 
 
-def _labelled(path: Path, root: Path) -> Mapping[str, Any]:
-    return {"image": path, "label": path.relative_to(root).parts[0]}
+class _ImageFiles(Files):
+    def _content(self, path: Path, id: str) -> Mapping[str, Any]:
+        return {"image": path, "label": id.partition("/")[0]}
 
 
 def _image_field(records: Records) -> str:

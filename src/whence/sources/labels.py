@@ -92,7 +92,7 @@ class Labels:
         return cls(tuple(f"{name} ({k})" if names.count(name) > 1 else name for k, name in enumerate(names)))
 
 
-def labels_for(values: Sequence[Any], given: Labels | None, stored: tuple[str, ...] | None) -> Labels:
+def labels_for(values: Sequence[Any], given: Labels | None, stored: Sequence[str] | None) -> Labels:
     """The labels of a data set: those given, those its format stores, or what its values are.
 
     Example:
@@ -102,7 +102,7 @@ def labels_for(values: Sequence[Any], given: Labels | None, stored: tuple[str, .
     if given is not None:
         return given
     if stored is not None:
-        return Labels(stored)
+        return Labels(tuple(stored))
     numbers = [_whole_number(value) for value in values]
     known = [number for number in numbers if number is not None]
     if len(known) == len(values) and min(known, default=0) >= 0:
