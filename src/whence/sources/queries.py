@@ -10,7 +10,7 @@ from whence.errors import DataError
 from whence.exhibit import Exhibit
 from whence.sources.examples import ListedExamples
 from whence.sources.records import RecordIds, Records
-from whence.sources.text import Document, DocumentReader
+from whence.sources.text import DocumentReader
 from whence.sources.tokenizers import Encoded, encode
 from whence.tasks import LanguageModeling
 
@@ -42,13 +42,11 @@ def language_queries(
     for number, row in ids.read():
         document = reader.read(row)
         whole = document.predicted is None
-        boundary = (
-            0 if document.predicted is None else document.predicted[-1][0]
-        )  # where the completion starts
-        encoded = reader.encode([document])[0]
+        boundary = document.predicted[-1][0] if document.predicted else 0  # where the completion starts
+        encoded = reader.encode(document)[0]
         first = _completion(encoded, boundary)
         if first == 0 and boundary > 0:  # one token swallowed the prompt and some of the completion
-            encoded = _encode_apart(tokenizer, document, boundary)
+            encoded = _encode_apart(tokenizer, document.text, boundary, special=reader.special)
             first = _completion(encoded, boundary)
         first, length = max(first, 1) if whole else first, encoded.own_end
         if not 0 < first < length:
@@ -78,13 +76,13 @@ def _completion(encoded: Encoded, boundary: int) -> int:
     return int(predicted[0]) if len(predicted) else encoded.own_end
 
 
-def _encode_apart(tokenizer: Any, document: Document, boundary: int) -> Encoded:
+def _encode_apart(tokenizer: Any, text: str, boundary: int, *, special: bool) -> Encoded:
     """Tokens of the prompt and of the completion by themselves, one after the other."""
-    prompt = encode(tokenizer, [document.text[:boundary]], special=document.special)[0]
-    completion = encode(tokenizer, [document.text[boundary:]], special=False)[0]
+    prompt = encode(tokenizer, [text[:boundary]], special=special)[0]
+    completion = encode(tokenizer, [text[boundary:]], special=False)[0]
     keep = prompt.own_end
     return Encoded(
-        document.text,
+        text,
         np.concatenate([prompt.ids[:keep], completion.ids]),
         np.concatenate([prompt.starts[:keep], completion.starts + boundary]),
         np.concatenate([prompt.ends[:keep], completion.ends + boundary]),
