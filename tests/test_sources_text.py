@@ -328,8 +328,11 @@ def test_bos_makes_a_prompt_of_its_own() -> None:
             pairs(("a", "b"), ("abcdef", "gh")),
             r"data, row 2 is 8 tokens long, and the model reads 6; shorten",
         ),
-        (pairs(("", "abc")), "the prompt is empty and the tokenizer adds no BOS; give at least one token"),
-        (rows("a"), "has 1 token, none to predict after the first"),
+        (
+            pairs(("", "abc")),
+            "has 3 tokens, of which the first can only be given.*at least one token of prompt",
+        ),
+        (rows("a"), "has 1 token, of which the first can only be given, not predicted; give a longer"),
         (RowList([{"prompt": "a"}], name="data"), "has no field 'completion'; it has 'prompt'"),
         (RowList([{"prompt": 1, "completion": "b"}], name="data"), r"'prompt' is 1 \(int\), not text"),
         (RowList([{"id": 1, "text": "ab"}] * 2, name="data"), "have the same id '1'"),

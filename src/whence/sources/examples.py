@@ -141,13 +141,8 @@ class ListedExamples(Examples):
 class LabelledRows(Examples):
     """One example for each row, with a label: what texts and images for classifiers have in common.
 
-    Args:
-        records: the rows.
-        labels: the classes; by default those that the data name.
-        label_field: where the label is.
-
     Attributes:
-        labels: the classes.
+        labels: the classes: those given, or those that the data name.
         targets: the class of each example, by number.
     """
 

@@ -75,15 +75,8 @@ class Images(LabelledRows):
     """Images and their labels as ``(tensor, number)``, read when they are asked for.
 
     Without a transform, an image is floats from 0 to 1, channels first; all images must then have one size
-    and be all grayscale or all RGB, which is checked beforehand from the files' headers.
-
-    Args:
-        records: rows with an image file's bytes (as the ``datasets`` library stores them) or its path.
-        label_field: where the label is.
-        labels: the classes; by default those that the data name.
-        transform: from a Pillow image to a tensor.
-        mode: what every image is converted to first: ``RGB`` or ``L``.
-        root: what the images' paths are relative to.
+    and be all grayscale or all RGB, which is checked beforehand from the files' headers. Rows hold an image file's
+    bytes or its path below ``root``; the other arguments are those of `open_images`.
     """
 
     def __init__(

@@ -50,7 +50,10 @@ def language_queries(
             first = _completion(encoded, boundary)
         first, length = max(first, 1) if whole else first, encoded.own_end
         if not 0 < first < length:
-            raise DataError(f"{row.where}{_nothing_before(reader.layout, length)}")
+            raise DataError(
+                f"{row.where} has {length} token{'s' * (length != 1)}, of which the first can only be given, not "
+                "predicted; give a longer text, or at least one token of prompt before the completion"
+            )
         if max_length is not None and length > max_length:
             raise DataError(
                 f"{row.where} is {length} tokens long, and the model reads {max_length}; shorten the prompt"
@@ -89,12 +92,3 @@ def _encode_apart(tokenizer: Any, text: str, boundary: int, *, special: bool) ->
         np.concatenate([prompt.added[:keep], completion.added]),
         prompt.names[: int(prompt.added[:keep].sum())],
     )
-
-
-def _nothing_before(layout: str, length: int) -> str:
-    if layout == "pair":
-        return (
-            ": nothing comes before the completion: the prompt is empty and the tokenizer adds no BOS; give at "
-            "least one token of prompt"
-        )
-    return f" has {length} token{'s' * (length != 1)}, none to predict after the first; give a longer text"

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from whence.errors import DataError, ModelError, OptionError
+from whence.errors import DataError, OptionError
 from whence.exhibit import Exhibit
 from whence.sources.examples import Examples, LabelledRows
+from whence.sources.files import refusing
 from whence.sources.labels import Labels
 from whence.sources.records import RecordIds, Records, Row, shown
 from whence.sources.tokenizers import Encoded, encode
@@ -41,12 +42,7 @@ class Document:
 
 
 class DocumentReader:
-    """Reads rows as documents.
-
-    Args:
-        records: the rows; the fields of the first one say how all are written.
-        tokenizer: of a Hugging Face model.
-        text_field: the field that holds a document; by default ``text``.
+    """Reads rows as documents; the fields of the first one say how all are written.
 
     Attributes:
         layout: how the rows are written: a text, a prompt with its completion, or a list of chat messages.
@@ -84,7 +80,6 @@ class DocumentReader:
         return encode(self._tokenizer, [document.text for document in documents], special=self.special)
 
     def _chat(self, row: Row) -> Document:
-        """A conversation as the model sees it, predicted where the assistant speaks."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise OptionError(
                 f"{row.where} holds chat messages, but the tokenizer has no chat template; give the "
@@ -112,37 +107,31 @@ class DocumentReader:
         return Document(whole, tuple(spans))
 
     def _rendered(self, row: Row, messages: list[dict[str, str]], *, answer_next: bool = False) -> str:
-        template = self._tokenizer.apply_chat_template
-        try:
+        # The template complains of roles that do not alternate, for instance.
+        with refusing(DataError, f"{row.where}: the chat template refuses the messages", "repair the row"):
+            template = self._tokenizer.apply_chat_template
             return str(template(messages, tokenize=False, add_generation_prompt=answer_next))
-        except ImportError as error:
-            raise ModelError(f"chat templates cannot be used: {error}; install jinja2") from error
-        except Exception as error:  # the template's own complaint, such as roles that do not alternate
-            raise DataError(
-                f"{row.where}: the chat template refuses the messages: {error}; repair the row"
-            ) from error
 
 
 def _messages(row: Row) -> list[dict[str, str]]:
     messages = row.value("messages")
-    listed = messages if isinstance(messages, (list, tuple)) else [messages]
-    for message in listed or [messages]:
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            raise DataError(
-                f"{row.where}: 'messages' holds {shown(message)}; give a list of objects with the texts 'role' and "
-                "'content'"
-            )
-    return [{"role": message["role"], "content": message["content"]} for message in listed]
+    wrong = [messages]
+    if isinstance(messages, (list, tuple)) and messages:
+        wrong = [message for message in messages if not _is_message(message)]
+    if wrong:
+        raise DataError(
+            f"{row.where}: 'messages' holds {shown(wrong[0])}; give a list of objects with the texts 'role' and "
+            "'content'"
+        )
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 class _Lists:
-    """Lists of integers, end to end in one array; ``starts`` says where each begins.
-
-    Args:
-        kind: of the integers, as in `array`.
-    """
+    """Lists of integers of an `array`'s ``kind``, end to end; ``starts`` says where each begins."""
 
     def __init__(self, kind: str) -> None:
         self._values, self.starts = array(kind), array("q", [0])
