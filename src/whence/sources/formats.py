@@ -220,19 +220,14 @@ def _csv_rows(path: Path, encoding: str, delimiter: str) -> list[Row]:
 
 def _check_header(header: Sequence[str], path: Path) -> None:
     """Refuse a first line that cannot be a header: empty or repeated names, or numbers."""
-    numeric = [name for name in header if _is_number(name)]
-    if numeric:
-        problem = f"{numeric[0]!r} is a number"
-    elif "" in header:
-        problem = "a column has no name"
-    elif len(set(header)) < len(header):
-        problem = "two columns have the same name"
-    else:
-        return
-    raise DataError(
-        f"{path} has no usable header: its first line is {', '.join(map(repr, header))[:100]}, where {problem}; "
-        "add a first line that names the columns"
-    )
+    problems = [f"{name!r} is a number" for name in header if _is_number(name)]
+    problems += ["a column has no name"] if "" in header else []
+    problems += ["two columns have the same name"] if len(set(header)) < len(header) else []
+    if problems:
+        raise DataError(
+            f"{path} has no usable header: its first line is {', '.join(map(repr, header))[:100]}, where "
+            f"{problems[0]}; add a first line that names the columns"
+        )
 
 
 def _is_number(text: str) -> bool:

@@ -208,13 +208,9 @@ class RecordIds:
 
     def find(self, id: str) -> int | None:
         """The number of the row with this id, or None."""
-        if id in self._numbers:
-            return self._numbers[id]
-        name, mark, digits = id.rpartition("#")
-        if not (mark and name == self._records.name and digits.isdecimal() and digits.isascii()):
-            return None
-        number = int(digits) - 1
-        return number if 0 <= number < len(self._records) and number not in self._given else None
+        digits = id.rpartition("#")[2]
+        number = self._numbers.get(id, int(digits) - 1 if digits.isdecimal() else -1)
+        return number if 0 <= number < len(self._records) and self[number] == id else None
 
 
 def shown(value: Any) -> str:

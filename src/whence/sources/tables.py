@@ -68,16 +68,9 @@ class _ParquetRows:
 
 
 def hub_dataset(name: str, *, split: str) -> Records:
-    """One split of a data set on the Hugging Face hub, fetched into the library's own cache.
-
-    Args:
-        name: on the hub, such as ``owner/name``, or a local directory of data files.
-        split: of it.
-    """
+    """One split of a data set on the Hugging Face hub, ``owner/name``, fetched into the library's own cache."""
     datasets = load_library("datasets", "hf", "to fetch data sets from the hub")
-    with refusing(
-        DataError, f"the data set {name} cannot be fetched", "check its name and your access to it"
-    ):
+    with refusing(DataError, f"the data set {name} cannot be fetched", "check its name and your access"):
         loaded = datasets.load_dataset(name, split=split)
     return _dataset_rows(loaded, name=f"{name}:{split}", place=name)
 

@@ -183,10 +183,8 @@ class Passages(Examples):
         self._records, self._ids = records, RecordIds(records)
         self._reader = DocumentReader(records, tokenizer, text_field)
         self._max_length, self._truncate, self._skip_empty = max_length, truncate, skip_empty
-        self._tokens, self._predicted = (
-            _Lists("i"),
-            _Lists("b"),
-        )  # of a passage: its tokens, which are predicted
+        # Of a passage: its tokens; which of them are predicted; its characters in the row's text; its row.
+        self._tokens, self._predicted = _Lists("i"), _Lists("b")
         chars, rows = array("q"), array("q")
         for number, document, encoded in self._encoded():
             flags = None if document.predicted is None else _predicted(document.predicted, encoded)
@@ -202,7 +200,6 @@ class Passages(Examples):
             raise DataError(
                 f"no row of {records.name} has text to learn from; all {self.skipped} were left out"
             )
-        # Of a passage: its first and last character in the row's text; its row.
         self._chars = np.frombuffer(chars, np.int64).reshape(-1, 2)
         self._rows = np.frombuffer(rows, np.int64)
         self._shown: tuple[int, Encoded] | None = None  # the row shown last: its other passages may follow
