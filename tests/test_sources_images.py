@@ -67,7 +67,7 @@ def test_labels_may_come_from_a_file_or_a_model(folder: Path) -> None:
     assert open_images(folder, labels=Labels(("dog", "bird", "cat")))[0][1] == 2
     (folder / "labels.json").write_text(json.dumps(["dog", "cat"]))
     assert open_images(folder)[0][1] == 1
-    with pytest.raises(DataError, match=r"pets/cat/1\.png has the label 'cat'; the labels are 'dog', 'bird'"):
+    with pytest.raises(DataError, match=r"pets/cat/1\.png has the label 'cat'; give one of 'dog', 'bird'"):
         open_images(folder, labels=Labels(("dog", "bird")))
 
 
@@ -152,7 +152,7 @@ def test_rows_that_hold_no_image(row: Any, error: Any, match: str) -> None:
 def test_labels_out_of_range() -> None:
     rows = RowList([{"image": as_png(picture()), "label": 2}], name="d")
     with pytest.raises(
-        DataError, match="d, row 1 has the label 2, which is out of range: there are 2 classes"
+        DataError, match="d, row 1 has the label 2; give one of 'a', 'b', or a number from 0 to 1"
     ):
         open_images(rows, labels=Labels(("a", "b")))
 
@@ -253,10 +253,8 @@ def test_processors_that_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
 
 
 def test_folders_that_hold_no_classes(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no sub-folders with images; put the images of each class"):
-        open_images(tmp_path)
     picture().save(tmp_path / "a.png")
-    with pytest.raises(DataError, match="holds images but no sub-folders"):
+    with pytest.raises(DataError, match="holds no sub-folders; put the images of each class into one"):
         open_images(tmp_path)
     (tmp_path / "cat").mkdir()
     with pytest.raises(DataError, match=r"the class folder .*cat holds no PNG or JPEG image; remove it"):

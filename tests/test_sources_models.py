@@ -345,7 +345,10 @@ def test_functions_that_return_everything(mine: Path) -> None:
         ),
         (":greedy", r"failed at .* with TypeError: greedy\(\) missing 1 required"),
         (":absent", r"has no function 'absent'; it has .*model"),
-        ("", r"is a file, and the model cannot be told from it; name its function, as .*:function"),
+        (
+            "",
+            r"is a file, and the model cannot be told from it; .*a function that builds it, as file.py:function",
+        ),
         (":", "must be module:function or path/to/file.py:function"),
     ],
 )
@@ -367,7 +370,7 @@ def test_modules_that_cannot_be_imported(mine: Path, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=match):
             load_model(spec)
     (tmp_path / "weights.pt").write_bytes(b"x")
-    with pytest.raises(ModelError, match="give its directory, or a function that builds the model and loads"):
+    with pytest.raises(ModelError, match="give the model's directory, or a function that builds it"):
         load_model(tmp_path / "weights.pt")
 
 

@@ -372,10 +372,10 @@ def test_long_texts_are_cut_where_allowed_and_keep_their_end() -> None:
 @pytest.mark.parametrize(
     ("label", "labels", "match"),
     [
-        (2, ("a", "b"), "data, row 1 has the label 2, which is out of range: there are 2 classes, 0 to 1"),
-        (-1, ("a", "b"), "label -1, which is out of range"),
-        ("c", ("a", "b"), "data, row 1 has the label 'c'; the labels are 'a', 'b'"),
-        (1.5, ("a", "b"), "has the label 1.5; the labels are"),
+        (2, ("a", "b"), "data, row 1 has the label 2; give one of 'a', 'b', or a number from 0 to 1"),
+        (-1, ("a", "b"), "has the label -1; give one of"),
+        ("c", ("a", "b"), "data, row 1 has the label 'c'; give one of 'a', 'b'"),
+        (1.5, ("a", "b"), "has the label 1.5; give one of"),
         (None, ("a", "b"), "leaves the field 'label' empty"),
     ],
 )

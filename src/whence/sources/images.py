@@ -182,10 +182,8 @@ def _folder(directory: Path, labels: Labels | None) -> tuple[Records, Labels]:
         labels = Labels.from_file(directory / "labels.json")
     folders = sorted(p for p in directory.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not folders:
-        loose = any(p.suffix.lower() in IMAGE_SUFFIXES for p in directory.iterdir())
-        problem = "holds images but no sub-folders" if loose else "holds no sub-folders with images"
         raise DataError(
-            f"{directory} {problem}; put the images of each class into a sub-folder named after it"
+            f"{directory} holds no sub-folders; put the images of each class into one named after it"
         )
     files: list[Path] = []
     for folder in folders:

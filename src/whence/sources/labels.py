@@ -43,11 +43,8 @@ class Labels:
 
     def unknown(self, value: Any, where: str) -> DataError:
         """What to raise for a label that is no class."""
-        if _whole_number(value) is None:
-            return DataError(f"{where} has the label {value!r}; the labels are {self._listed()}")
         return DataError(
-            f"{where} has the label {value}, which is out of range: there are {len(self.names)} classes, "
-            f"0 to {len(self.names) - 1}"
+            f"{where} has the label {value!r}; give one of {self._listed()}, or a number from 0 to {len(self) - 1}"
         )
 
     def check_outputs(self, outputs: int, name: str) -> None:

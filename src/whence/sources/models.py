@@ -101,12 +101,10 @@ def load_model(
     path = Path(spec).expanduser()
     local = path.is_dir()
     if path.is_file():
-        remedy = (
-            f"name its function, as {spec}:function"
-            if path.suffix == ".py"
-            else "give its directory, or a function that builds the model and loads the file"
+        raise ModelError(
+            f"{spec} is a file, and the model cannot be told from it; give the model's directory, or a function that "
+            "builds it, as file.py:function"
         )
-        raise ModelError(f"{spec} is a file, and the model cannot be told from it; {remedy}")
     if not local and ":" in str(spec):
         return _from_function(str(spec))
     if not local and not allow_download:
