@@ -14,7 +14,7 @@ from tiny_hf import byte_level
 from whence.errors import DataError, OptionError
 from whence.exhibit import Exhibit
 from whence.sources import ListedExamples, Passages, RowList
-from whence.sources.candidates import Shortlist, bm25, from_ids, read_ids, tfidf, words
+from whence.sources.candidates import Shortlist, bm25, from_ids, tfidf, words
 
 METHODS: list[Callable[..., Shortlist]] = [bm25, tfidf]
 VOCABULARY = ["cat", "dog", "fish", "bird", "tree", "river", "stone", "cloud", "light", "sound"]
@@ -180,20 +180,20 @@ def test_ids_that_do_not_exist_are_named(passages: Passages, tmp_path: Path) -> 
         from_ids([f"q{n}" for n in range(7)], passages)
     with pytest.raises(DataError, match="there is no example at position 4; data has 4, 0 to 3"):
         from_ids([4], passages)
-    with pytest.raises(OptionError, match="no ids were given"):
+    with pytest.raises(OptionError, match="there are no ids; name at least one"):
         from_ids([], passages)
     path = tmp_path / "ids.txt"
     path.write_text("7\n8\n")  # one is an id, so all are
     with pytest.raises(DataError, match="no example with the id '8'"):
         from_ids(path, passages)
     path.write_text("\n")
-    with pytest.raises(DataError, match=r"ids\.txt holds no ids"):
+    with pytest.raises(OptionError, match=r"there are no ids in .*ids\.txt; name at least one"):
         from_ids(path, passages)
     path.write_bytes(b"\xff")
     with pytest.raises(DataError, match="byte 0xff at offset 0"):
-        read_ids(path)
-    with pytest.raises(DataError, match=r"there is no file '.*nowhere'; check the name"):
-        read_ids(tmp_path / "nowhere")
+        from_ids(path, passages)
+    with pytest.raises(DataError, match=r"nowhere cannot be read: .*No such file.*; check the name"):
+        from_ids(tmp_path / "nowhere", passages)
 
 
 def test_data_without_ids_of_their_own() -> None:

@@ -49,7 +49,7 @@ def test_a_folder_of_classes(folder: Path) -> None:
     assert torch.equal(image, expected)
     assert data.find("dog/1.png") == (1,)
     assert data.find("dog") == ()
-    assert data.text(0) is None
+    assert list(data.texts()) == [None] * 3
     assert Classification().collate([data[i] for i in range(3)]).targets.tolist() == [0, 1, 1]
 
 
@@ -67,7 +67,7 @@ def test_labels_may_come_from_a_file_or_a_model(folder: Path) -> None:
     assert open_images(folder, labels=Labels(("dog", "bird", "cat")))[0][1] == 2
     (folder / "labels.json").write_text(json.dumps(["dog", "cat"]))
     assert open_images(folder)[0][1] == 1
-    with pytest.raises(DataError, match=r"pets/cat/1\.png has the label 'cat'; the labels are 'dog', 'bird'"):
+    with pytest.raises(DataError, match=r"pets/cat/1\.png has the label 'cat'; give one of 'dog', 'bird'"):
         open_images(folder, labels=Labels(("dog", "bird")))
 
 
@@ -116,7 +116,9 @@ def test_rows_with_paths(folder: Path) -> None:
     assert torch.equal(data[1][0], torch.from_numpy(np.array(picture(1))).permute(2, 0, 1) / 255)
     assert open_images(folder).id(1) == "pets#2"  # a folder of lists: paths are relative to it
     (folder / "list.jsonl").write_text(json.dumps({"image": "cat/9.png", "label": "cat"}))
-    with pytest.raises(DataError, match=r"list\.jsonl, line 1: there is no file '.*cat/9\.png'"):
+    with pytest.raises(
+        DataError, match=r"list\.jsonl, line 1 cannot be read as an image: .*No such file.*cat/9\.png'"
+    ):
         open_images(folder / "list.jsonl")
 
 
@@ -126,12 +128,12 @@ def test_rows_with_paths(folder: Path) -> None:
         (
             {"image": 3, "label": 0},
             DataError,
-            "d, row 1: the field 'image' is a int; it must hold an image file's",
+            r"d, row 1: the field 'image' is 3 \(int\); it must hold an image file's",
         ),
         (
             {"image": b"no image", "label": 0},
             DataError,
-            "d, row 1 cannot be read as an image: it is no image",
+            "d, row 1 cannot be read as an image: cannot identify image file",
         ),
         ({"image": None, "label": 0}, DataError, "d, row 1 leaves the field 'image' empty"),
         ({"image": as_png(picture())}, DataError, "d, row 1 has no field 'label'; it has 'image'"),
@@ -150,7 +152,7 @@ def test_rows_that_hold_no_image(row: Any, error: Any, match: str) -> None:
 def test_labels_out_of_range() -> None:
     rows = RowList([{"image": as_png(picture()), "label": 2}], name="d")
     with pytest.raises(
-        DataError, match="d, row 1 has the label 2, which is out of range: there are 2 classes"
+        DataError, match="d, row 1 has the label 2; give one of 'a', 'b', or a number from 0 to 1"
     ):
         open_images(rows, labels=Labels(("a", "b")))
 
@@ -161,7 +163,7 @@ def test_labels_out_of_range() -> None:
 def test_mixed_sizes_are_refused_naming_two_files(folder: Path) -> None:
     picture(size=(8, 4)).save(folder / "dog" / "3.png")
     with pytest.raises(
-        DataError, match=r"cat/1\.png is 6 × 4 pixels, .*dog/3\.png is 8 × 4 pixels; resize them"
+        DataError, match=r"cat/1\.png is 6 × 4 pixels, .*dog/3\.png is 8 × 4 pixels.*; resize them"
     ):
         open_images(folder)
     assert open_images(folder, transform=lambda image: torch.zeros(image.size))[3][0].shape == (8, 4)
@@ -170,13 +172,14 @@ def test_mixed_sizes_are_refused_naming_two_files(folder: Path) -> None:
 def test_mixed_modes_are_refused_or_converted(folder: Path) -> None:
     picture(mode="L").save(folder / "dog" / "3.png")
     with pytest.raises(
-        DataError, match=r"mixed: .*cat/1\.png is RGB, .*dog/3\.png is L; convert all with mode='RGB'"
+        DataError,
+        match=r"cat/1\.png is 6 × 4 pixels, RGB, .*dog/3\.png is .*, L; .*convert all with mode='RGB'",
     ):
         open_images(folder)
     assert open_images(folder, mode="RGB")[3][0].shape == (3, 4, 6)
     assert open_images(folder, mode="L")[0][0].shape == (1, 4, 6)
     with pytest.raises(OptionError, match="cannot be converted to 'XYZ'"):
-        open_images(folder, mode="XYZ")[0]
+        open_images(folder, mode="XYZ")
 
 
 @pytest.mark.parametrize("mode", ["P", "RGBA", "1", "I;16"])
@@ -250,10 +253,8 @@ def test_processors_that_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
 
 
 def test_folders_that_hold_no_classes(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no sub-folders with images; put the images of each class"):
-        open_images(tmp_path)
     picture().save(tmp_path / "a.png")
-    with pytest.raises(DataError, match="holds images but no sub-folders"):
+    with pytest.raises(DataError, match="holds no sub-folders; put the images of each class into one"):
         open_images(tmp_path)
     (tmp_path / "cat").mkdir()
     with pytest.raises(DataError, match=r"the class folder .*cat holds no PNG or JPEG image; remove it"):
@@ -268,7 +269,5 @@ def test_images_that_cannot_be_read_are_named(folder: Path) -> None:
     with pytest.raises(DataError, match=r"cat/1\.png cannot be read as an image: .*; remove or replace it"):
         open_images(folder)[0]
     (folder / "cat" / "1.png").write_bytes(b"GIF")
-    with pytest.raises(
-        DataError, match=r"cat/1\.png cannot be read as an image: it is no image that Pillow knows"
-    ):
+    with pytest.raises(DataError, match=r"cat/1\.png cannot be read as an image: cannot identify image file"):
         open_images(folder)

@@ -104,7 +104,7 @@ def test_documents_are_cut_into_passages(name: str, tmp_path: Path) -> None:
     for index, exhibit in enumerate(shown):
         assert exhibit.tokens is not None
         assert len(exhibit.tokens) == len(passages[index]["input_ids"])
-        assert "".join(t for t in exhibit.tokens if t not in added) == exhibit.text == passages.text(index)
+        assert "".join(t for t in exhibit.tokens if t not in added) == exhibit.text
     assert texts[0].startswith("".join(str(e.text) for e in shown[:count]))
     assert list(passages.texts()) == [e.text for e in shown]
     assert shown[0].link == f"{tmp_path / 'd.jsonl'}:1"
@@ -130,7 +130,7 @@ def test_passages_are_found_by_id() -> None:
 
 def test_a_single_token_left_over_is_dropped_with_its_text() -> None:
     passages = Passages(rows("abcdefg"), TOKENIZERS["byte-level"], max_length=3)
-    assert [passages.text(i) for i in range(len(passages))] == ["abc", "def"]
+    assert list(passages.texts()) == ["abc", "def"]
     assert [passages.exhibit(i).text for i in range(len(passages))] == ["abc", "def"]
     assert [passages[i]["input_ids"].numel() for i in range(2)] == [3, 3]
 
@@ -143,7 +143,7 @@ def test_no_limit_leaves_documents_whole() -> None:
 
 def test_another_field_may_hold_the_text() -> None:
     records = RowList([{"body": "some words", "prompt": "x", "completion": "y"}], name="data")
-    assert Passages(records, TOKENIZERS["byte-level"], text_field="body").text(0) == "some words"
+    assert Passages(records, TOKENIZERS["byte-level"], text_field="body").exhibit(0).text == "some words"
 
 
 def test_rows_to_leave_out() -> None:
@@ -227,7 +227,7 @@ def test_chats_are_predicted_where_the_assistant_speaks() -> None:
     row = chat(("user", "hi"), ("assistant", "hello"), ("user", "and"), ("assistant", "bye"))
     passages = Passages(RowList([row], name="chats"), tokenizer)
     assert predicted_text(passages[0], tokenizer) == "hello</s>bye</s>"
-    assert passages.text(0) == "<|user|>hi</s><|assistant|>hello</s><|user|>and</s><|assistant|>bye</s>"
+    assert next(passages.texts()) == "<|user|>hi</s><|assistant|>hello</s><|user|>and</s><|assistant|>bye</s>"
     query = language_queries(RowList([row], name="q"), tokenizer, TASK)
     assert predicted_text(query[0], tokenizer) == "bye</s>"
     assert query.exhibit(0).text == "bye</s>"
@@ -237,12 +237,16 @@ def test_chats_are_predicted_where_the_assistant_speaks() -> None:
     ("row", "template", "match"),
     [
         (chat(("user", "hi")), CHAT, "no message of 'messages' has the role 'assistant'"),
-        ({"messages": []}, CHAT, "'messages' must be a list of objects with 'role' and 'content', got"),
-        ({"messages": "hi"}, CHAT, "'messages' must be a list"),
+        (
+            {"messages": []},
+            CHAT,
+            r"'messages' holds \[\] \(list\); give a list of objects with the texts 'role' and 'content'",
+        ),
+        ({"messages": "hi"}, CHAT, "'messages' holds 'hi'"),
         (
             chat(("user", 3)),
             CHAT,
-            "message 1 of 'messages' is .*; it must have the texts 'role' and 'content'",
+            "'messages' holds .*3.*; give a list of objects with the texts 'role' and 'content'",
         ),
         (
             chat(("assistant", "a")),
@@ -324,8 +328,11 @@ def test_bos_makes_a_prompt_of_its_own() -> None:
             pairs(("a", "b"), ("abcdef", "gh")),
             r"data, row 2 is 8 tokens long, and the model reads 6; shorten",
         ),
-        (pairs(("", "abc")), "the prompt is empty and the tokenizer adds no BOS; give at least one token"),
-        (rows("a"), "has 1 token, none to predict after the first"),
+        (
+            pairs(("", "abc")),
+            "has 3 tokens, of which the first can only be given.*at least one token of prompt",
+        ),
+        (rows("a"), "has 1 token, of which the first can only be given, not predicted; give a longer"),
         (RowList([{"prompt": "a"}], name="data"), "has no field 'completion'; it has 'prompt'"),
         (RowList([{"prompt": 1, "completion": "b"}], name="data"), r"'prompt' is 1 \(int\), not text"),
         (RowList([{"id": 1, "text": "ab"}] * 2, name="data"), "have the same id '1'"),
@@ -365,10 +372,10 @@ def test_long_texts_are_cut_where_allowed_and_keep_their_end() -> None:
 @pytest.mark.parametrize(
     ("label", "labels", "match"),
     [
-        (2, ("a", "b"), "data, row 1 has the label 2, which is out of range: there are 2 classes, 0 to 1"),
-        (-1, ("a", "b"), "label -1, which is out of range"),
-        ("c", ("a", "b"), "data, row 1 has the label 'c'; the labels are 'a', 'b'"),
-        (1.5, ("a", "b"), "has the label 1.5; the labels are"),
+        (2, ("a", "b"), "data, row 1 has the label 2; give one of 'a', 'b', or a number from 0 to 1"),
+        (-1, ("a", "b"), "has the label -1; give one of"),
+        ("c", ("a", "b"), "data, row 1 has the label 'c'; give one of 'a', 'b'"),
+        (1.5, ("a", "b"), "has the label 1.5; give one of"),
         (None, ("a", "b"), "leaves the field 'label' empty"),
     ],
 )
@@ -387,7 +394,7 @@ def test_labels_from_files(tmp_path: Path) -> None:
         path.write_text(bad)
         with pytest.raises(DataError, match=r"labels\.json|listed twice"):
             Labels.from_file(path)
-    with pytest.raises(DataError, match=r"there is no file '.*nowhere'; check the name"):
+    with pytest.raises(DataError, match=r"nowhere cannot be read: .*No such file.*; check the name"):
         Labels.from_file(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"train has 3 classes .*, the model has 2 outputs"):
         Labels(("a", "b", "c")).check_outputs(2, "train")

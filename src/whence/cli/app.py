@@ -8,22 +8,14 @@ from typing import Annotated
 
 import typer
 
-from whence.attribution import Attribution, attribute, load
+from whence.attribution import attribute, load
 from whence.attribution.cost import count_passes, forecast
 from whence.cleaning import clean, load_cleaning
 from whence.cli.inputs import Command, InputOptions, Inputs
 from whence.cli.options import AsJson, guarded, takes
-from whence.cli.outcome import NOT_CONVERGED, out, print_json, say
+from whence.cli.outcome import NOT_CONVERGED, print_json, say, tell
 from whence.cli.sweep import check_figure, draw, sweep_dampings
-from whence.cli.tables import (
-    cleaning_as_json,
-    rows_as_json,
-    show_cleaning,
-    show_forecast,
-    show_plan,
-    show_result,
-    show_sweep,
-)
+from whence.cli.tables import cleaning_as_json, rows_as_json, show_cleaning, show_plan, show_result
 from whence.cli.validate import validate_command
 from whence.errors import OptionError, RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
@@ -61,7 +53,7 @@ def spectrum(given: InputOptions, options: MeasureOptions, *, json: AsJson = Fal
     if json:
         print_json({**as_json(measured), "num_terms": gnh.num_terms, "product": gnh.product})
     else:
-        out().print(f"{gnh!r}\n\n{measured}", markup=False)
+        tell(f"{gnh!r}\n\n{measured}")
 
 
 @app.command(
@@ -126,12 +118,9 @@ def plan(
             }
         )
         return
-    show_plan(out(), made, choice)
-    show_forecast(out(), cost, queries, examples)
-    if sweep is not None:
-        show_sweep(out(), sweep)
+    show_plan(made, choice, cost, queries, examples, sweep)
     if figure is not None:
-        out().print(f"\nfigure: {figure}", markup=False, soft_wrap=True)
+        tell(f"\nfigure: {figure}")
 
 
 @app.command(
@@ -188,7 +177,7 @@ def report_command(
         page = load_cleaning(run_dir).to_html(output or run_dir / "clean.html")
     else:
         page = load(run_dir).to_html(output or run_dir / "report.html")
-    out().print(str(page), markup=False, soft_wrap=True)
+    tell(page)
 
 
 @app.command(
@@ -226,19 +215,18 @@ def clean_command(
         run_dir=run_dir,
         options=options,
     )
-    page = report or (None if run_dir is None else run_dir / "clean.html")
-    table = csv or (None if run_dir is None else run_dir / "clean.csv")
+    page, table = _beside(report, run_dir, "clean.html"), _beside(csv, run_dir, "clean.csv")
     if page is not None:
         result.to_html(page)
     if table is not None:
         result.to_csv(table)
     if json:
-        print_json(cleaning_as_json(result, top, page, table))
+        print_json({**cleaning_as_json(result, top), "report": _text(page), "csv": _text(table)})
     else:
-        show_cleaning(out(), result, top)
+        show_cleaning(result, top)
         for name, path in (("page", page), ("table", table)):
             if path is not None:
-                out().print(f"{name}: {path}", markup=False, soft_wrap=True)
+                tell(f"{name}: {path}")
     if result.harm is not None and not result.harm.converged:
         say("the solver did not converge for every query; a larger --damping helps")
         raise typer.Exit(NOT_CONVERGED)
@@ -284,21 +272,27 @@ def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, t
         on_run=keep,
         options=command.options,
     )
-    _show(result, report or (None if run_dir is None else run_dir / "report.html"), top, json)
+    page = _beside(report, run_dir, "report.html")
+    if page is not None:
+        result.to_html(page)
+    if json:
+        print_json({"queries": rows_as_json(result, top), "report": _text(page)})
+    else:
+        show_result(result, top)
+        if page is not None:
+            tell(f"\npage: {page}")
     if not bool(result.solve.converged.all()):
         say("the solver did not converge for every query; a larger --damping helps, or more --chains")
         raise typer.Exit(NOT_CONVERGED)
 
 
-def _show(result: Attribution, page: Path | None, top: int, json: bool) -> None:
-    if page is not None:
-        result.to_html(page)
-    if json:
-        print_json({"queries": rows_as_json(result, top), "report": None if page is None else str(page)})
-        return
-    show_result(out(), result, top)
-    if page is not None:
-        out().print(f"\npage: {page}", markup=False, soft_wrap=True)
+def _beside(given: Path | None, run_dir: Path | None, name: str) -> Path | None:
+    """Where a file goes: where it was asked for, else beside the run, else nowhere."""
+    return given or (None if run_dir is None else run_dir / name)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _measure(inputs: Inputs, options: MeasureOptions) -> tuple[GaussNewton, Spectrum]:

@@ -18,6 +18,7 @@ from whence.sources import (
     ListedExamples,
     Passages,
     Problem,
+    Records,
     RowList,
     language_queries,
     load_model,
@@ -25,6 +26,7 @@ from whence.sources import (
     open_records,
 )
 from whence.sources.candidates import Shortlist, bm25, from_ids, tfidf
+from whence.sources.images import Images
 from whence.tasks import Classification, LanguageModeling, Task
 
 __all__ = ["Command", "InputOptions", "Inputs"]
@@ -125,9 +127,8 @@ class Inputs:
         """The training data."""
         options, problem = self.options, self.problem
         if options.train is None:
-            if problem.train is None:
-                raise OptionError("there are no training data; name them with --train")
-            return _listed(problem.train, problem.train_exhibits, "train")
+            missing = "there are no training data; name them with --train"
+            return _listed(problem.train, problem.train_exhibits, "train", missing)
         if isinstance(self.task, LanguageModeling):
             return Passages(
                 self._records(options.train),
@@ -143,24 +144,19 @@ class Inputs:
     def queries(self) -> Examples:
         """The queries."""
         options, problem = self.options, self.problem
-        if options.prompt is not None or options.completion is not None:
-            return self._typed_query()
-        if options.queries is None:
-            if problem.queries is None:
-                raise OptionError(
-                    "there is no question; name a file with --queries, or give --prompt and --completion"
-                )
-            return _listed(problem.queries, problem.query_exhibits, "queries")
+        typed = self._typed_query()
+        if typed is None and options.queries is None:
+            missing = "there is no question; name a file with --queries, or give --prompt and --completion"
+            return _listed(problem.queries, problem.query_exhibits, "queries", missing)
         if isinstance(self.task, LanguageModeling):
-            records = self._records(options.queries)
             return language_queries(
-                records,
+                typed or self._records(str(options.queries)),
                 self._tokenizer(),
                 self.task,
                 max_length=problem.context,
-                text_field=options.text_field,
+                text_field=options.text_field if typed is None else None,
             )
-        return self._classified(options.queries, getattr(self.train, "labels", None) or problem.labels)
+        return self._classified(str(options.queries), getattr(self.train, "labels", None) or problem.labels)
 
     def operator(self, options: MeasureOptions) -> GaussNewton:
         """The Gauss-Newton Hessian over the training data."""
@@ -210,7 +206,7 @@ class Inputs:
 
     # --- helpers -----------------------------------------------------------------------------------------
 
-    def _records(self, path: str) -> Any:
+    def _records(self, path: str) -> Records:
         return open_records(path, split=self.options.split, encoding=self.options.encoding)
 
     def _tokenizer(self) -> Any:
@@ -224,21 +220,23 @@ class Inputs:
             raise OptionError(f"--max-length is {asked}, the model's context holds {context} tokens")
         return asked or min(context or _DEFAULT_PASSAGE, _DEFAULT_PASSAGE)
 
-    def _typed_query(self) -> Examples:
+    def _typed_query(self) -> Records | None:
         options = self.options
+        if options.prompt is None and options.completion is None:
+            return None
         if options.queries is not None:
             raise OptionError("give either --queries or --prompt and --completion, not both")
         if options.prompt is None or options.completion is None:
             raise OptionError("a question needs both --prompt and --completion")
         if not isinstance(self.task, LanguageModeling):
             raise OptionError("--prompt and --completion are for language models; use --queries")
-        rows = RowList([{"prompt": options.prompt, "completion": options.completion}], name="question")
-        return language_queries(rows, self._tokenizer(), self.task, max_length=self.problem.context)
+        return RowList([{"prompt": options.prompt, "completion": options.completion}], name="question")
 
     def _classified(self, path: str, labels: Labels | None) -> Examples:
         options, problem = self.options, self.problem
+        found: ClassifiedTexts | Images
         if problem.kind == "text-classifier":
-            found: Any = ClassifiedTexts(
+            found = ClassifiedTexts(
                 self._records(path),
                 self._tokenizer(),
                 labels=labels,
@@ -248,12 +246,10 @@ class Inputs:
                 truncate=options.truncate,
             )
         else:
-            transform = options.transform or (
-                problem.directory if problem.kind == "image-classifier" else None
-            )
+            processor = problem.directory if problem.kind == "image-classifier" else None
             found = open_images(
                 path,
-                transform=transform,
+                transform=options.transform or processor,
                 mode=options.image_mode,
                 labels=labels,
                 split=options.split,
@@ -261,8 +257,11 @@ class Inputs:
             )
         if problem.num_labels is not None:
             found.labels.check_outputs(problem.num_labels, found.name)
-        return found  # type: ignore[no-any-return]
+        return found
 
 
-def _listed(data: Any, exhibits: Any, name: str) -> Examples:
+def _listed(data: Any, exhibits: Any, name: str, missing: str) -> Examples:
+    """The data that came with the model."""
+    if data is None:
+        raise OptionError(missing)
     return data if isinstance(data, Examples) else ListedExamples(data, name=name, exhibits=exhibits)

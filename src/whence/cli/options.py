@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
@@ -16,6 +15,8 @@ from whence.cli.outcome import errors_become_messages
 __all__ = ["AsJson", "guarded", "takes"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+#: Decorates a command whose typed errors become messages and exit codes.
+guarded = errors_become_messages()
 
 
 def takes(*classes: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -29,12 +30,10 @@ def takes(*classes: type[Any]) -> Callable[[Callable[..., None]], Callable[..., 
         signature = inspect.signature(command, eval_str=True).parameters
         own = dict(list(signature.items())[len(classes) :])
 
+        @guarded
         def run(**given: Any) -> None:
-            with errors_become_messages():
-                instances = [
-                    _instance(cls, given) for cls in classes
-                ]  # each takes its own out of what was given
-                command(*instances, **given)
+            instances = [_instance(cls, given) for cls in classes]  # each takes its own out of what was given
+            command(*instances, **given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         parameters = [*shared.values(), *own.values()]
@@ -45,31 +44,21 @@ def takes(*classes: type[Any]) -> Callable[[Callable[..., None]], Callable[..., 
     return decorate
 
 
-def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose typed errors become messages and exit codes."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **given: Any) -> None:
-        with errors_become_messages():
-            command(*args, **given)
-
-    return run
-
-
 def _parameter(cls: type[Any], each: Field[Any]) -> inspect.Parameter:
     kind: Any = get_type_hints(cls)[each.name]
-    help: str = each.metadata["help"]
-    annotation: Any
     default = each.default if each.default_factory is MISSING else each.default_factory()
-    if default is MISSING:
-        annotation = Annotated[kind, typer.Argument(metavar=each.name.upper(), help=help)]
-        return inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
     if _number_or_word(kind):
         kind, default = str, str(default)
-    flags = [f"--{each.name.replace('_', '-')}"]
+    flag = f"--{each.name.replace('_', '-')}"
     if kind is bool and default:
-        flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
-    annotation = Annotated[kind, typer.Option(*flags, help=help)]
+        flag = f"{flag}/--no-{flag[2:]}"
+    help: str = each.metadata["help"]
+    required = default is MISSING
+    annotation: Any = Annotated[
+        kind,
+        typer.Argument(metavar=each.name.upper(), help=help) if required else typer.Option(flag, help=help),
+    ]
+    default = inspect.Parameter.empty if required else default
     return inspect.Parameter(
         each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from whence.errors import InputError, SolverError, StorageError, WhenceError, WhenceWarning
 
-__all__ = ["NOT_CONVERGED", "errors_become_messages", "out", "print_json", "say"]
+__all__ = ["NOT_CONVERGED", "errors_become_messages", "out", "print_json", "say", "tell"]
 
 NOT_CONVERGED = 5
 _CODES = ((InputError, 2), (SolverError, 3), (StorageError, 4), (WhenceError, 1))
@@ -27,6 +27,11 @@ _CODES = ((InputError, 2), (SolverError, 3), (StorageError, 4), (WhenceError, 1)
 def out() -> Console:
     """Where results go."""
     return Console(highlight=False)
+
+
+def tell(text: object) -> None:
+    """Print a part of the result as it is: markup is text, and lines are as long as they are."""
+    out().print(str(text), markup=False, soft_wrap=True)
 
 
 def say(message: str) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +15,7 @@ from whence.attribution import Attribution, Row
 from whence.attribution.cost import Forecast
 from whence.attribution.sweep import DampingForecast
 from whence.cleaning import Cleaning
+from whence.cli.outcome import out, tell
 from whence.exhibit import Exhibit
 from whence.report.clean_page import Suspect
 from whence.report.formatting import brief, shorten
@@ -23,58 +23,37 @@ from whence.solvers.auto import Choice, relative_error
 from whence.solvers.plan import Plan
 from whence.units import format_bytes, format_duration
 
-__all__ = [
-    "cleaning_as_json",
-    "rows_as_json",
-    "show_cleaning",
-    "show_forecast",
-    "show_plan",
-    "show_result",
-    "show_sweep",
-]
+__all__ = ["cleaning_as_json", "rows_as_json", "show_cleaning", "show_plan", "show_result"]
 
 _WIDTH = 60
 
 
-def show_plan(console: Console, plan: Plan, choice: Choice) -> None:
-    """The spectrum, the solvers with their predicted costs, and LiSSA's plan."""
-    console.print(str(plan.spectrum))
-    console.print(
+def show_plan(
+    plan: Plan, choice: Choice, cost: Forecast, queries: int, examples: int, sweep: DampingForecast | None
+) -> None:
+    """The spectrum, the solvers with their predicted costs, LiSSA's plan, what the job takes, and other dampings."""
+    tell(plan.spectrum)
+    tell(
         f"\nto reach a correlation of {choice.accuracy:g} with the exact scores (errors of "
-        f"{relative_error(choice.accuracy):.2g} of their size):"
+        f"{relative_error(choice.accuracy):.2g} of their size):\n{choice}\n\nLiSSA's plan:\n{plan}"
     )
-    console.print(str(choice), markup=False, soft_wrap=True)
-    console.print("\nLiSSA's plan:")
-    console.print(str(plan))
-
-
-def show_forecast(console: Console, cost: Forecast, queries: int, examples: int) -> None:
-    """What the whole job will take."""
+    tell(f"\nfor {queries:,} {'query' if queries == 1 else 'queries'} and {examples:,} training examples:")
     times = [
         f"{name} about {format_duration(seconds)}"
         for name, seconds in (("solve", cost.solve_seconds), ("scoring", cost.score_seconds))
         if seconds is not None
     ]
-    console.print(
-        f"\nfor {queries:,} {'query' if queries == 1 else 'queries'} and {examples:,} training examples:"
-    )
     if times:
-        console.print(f"time           {', '.join(times)}, on this machine as busy as it is now")
-    console.print(
-        f"memory         {format_bytes(cost.memory_bytes)} of vectors, beside the model and one batch"
-    )
-    console.print(f"disk           {format_bytes(cost.disk_bytes)} in the run directory")
+        tell(f"time           {', '.join(times)}, on this machine as busy as it is now")
+    tell(f"memory         {format_bytes(cost.memory_bytes)} of vectors, beside the model and one batch")
+    tell(f"disk           {format_bytes(cost.disk_bytes)} in the run directory")
+    if sweep is not None:
+        tell(f"\nother dampings:\n{sweep}\n\n{sweep.words()}")
 
 
-def show_sweep(console: Console, sweep: DampingForecast) -> None:
-    """What other dampings would cost and change."""
-    console.print("\nother dampings:")
-    console.print(str(sweep), markup=False, soft_wrap=True)
-    console.print(f"\n{sweep.words()}", markup=False)
-
-
-def show_result(console: Console, result: Attribution, k: int) -> None:
+def show_result(result: Attribution, k: int) -> None:
     """The ends of every query's ranking."""
+    console = out()
     for q, exhibit in enumerate(result.queries):
         console.print()
         console.print(Text(f"query {q}: ", style="bold") + Text(_asked(exhibit)))
@@ -92,13 +71,21 @@ def show_result(console: Console, result: Attribution, k: int) -> None:
             if rows:
                 console.print(_table(result, rows, name))
     if result.not_scored:
-        console.print(f"not everything was scored: {escape(result.not_scored)}", soft_wrap=True)
-    for event in result.solve.events:
-        console.print(f"[yellow]note:[/] {escape(event)}")
+        tell(f"not everything was scored: {result.not_scored}")
+    _show_notes(result.solve.events)
+
+
+def _show_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        out().print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+
+
+def _titled(name: str) -> Table:
+    return Table(title=name, title_justify="left", box=None, pad_edge=False)
 
 
 def _table(result: Attribution, rows: list[Row], name: str) -> Table:
-    table = Table(title=name, title_justify="left", box=None, pad_edge=False)
+    table = _titled(name)
     for column in ("rank", "id", "score", "95% interval", "if removed", "dot product's rank", "example"):
         table.add_column(column, justify="left" if column in ("id", "example") else "right", no_wrap=True)
     for row in rows:
@@ -154,7 +141,7 @@ def rows_as_json(result: Attribution, k: int) -> list[dict[str, object]]:
     ]
 
 
-def cleaning_as_json(result: Cleaning, top: int, page: Path | None, table: Path | None) -> dict[str, Any]:
+def cleaning_as_json(result: Cleaning, top: int) -> dict[str, Any]:
     """The first of every ranking, for scripts."""
     calibration = result.found.calibration
     return {
@@ -167,47 +154,39 @@ def cleaning_as_json(result: Cleaning, top: int, page: Path | None, table: Path 
         "notes": list(result.notes),
         "suspects": [asdict(suspect) for suspect in result.top(top)],
         "harmful": [] if result.harm is None else [asdict(one) for one in result.most_harmful(top)],
-        "report": None if page is None else str(page),
-        "csv": None if table is None else str(table),
     }
 
 
-def show_cleaning(console: Console, result: Cleaning, top: int) -> None:
+def show_cleaning(result: Cleaning, top: int) -> None:
     """The first of every ranking."""
-    bounds, scale = result.found.bounds, result.found.calibration
+    console, bounds, scale = out(), result.found.bounds, result.found.calibration
     console.print(_suspects(result, result.top(top), f"most suspicious by {result.by}"))
     if result.harm is not None:
         console.print()
         console.print(_suspects(result, result.most_harmful(top), "most harmful for the queries", harm=True))
     exact = "" if scale is None else f"; scaled by exact solves for {scale.solves} examples"
-    console.print(
+    tell(
         f"\nself-influence from {result.found.rank} directions of the curvature; its bounds are a factor of "
-        f"{bounds.ratio:.3g} apart{exact}",
-        soft_wrap=True,
+        f"{bounds.ratio:.3g} apart{exact}"
     )
-    for note in result.notes:
-        console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    _show_notes(result.notes)
 
 
 def _suspects(result: Cleaning, suspects: list[Suspect], name: str, *, harm: bool = False) -> Table:
-    table = Table(title=name, title_justify="left", box=None, pad_edge=False)
+    table = _titled(name)
     labelled = result.labels is not None
     measured = ("harm", "95% interval") if harm else ("self-influence", "bounds")
-    for column in (
-        "rank",
-        "id",
-        *measured,
-        "loss",
-        "gradient",
-        *(["label → model says"] if labelled else []),
-        "example",
-    ):
+    says_column = ["label → model says"] if labelled else []
+    for column in ("rank", "id", *measured, "loss", "gradient", *says_column, "example"):
         text = column in ("id", "label → model says", "example")
         # Where the terminal is narrow, texts are cut and numbers are not.
-        least = (
-            10 if column == "id" else None if text else max(len(column), 13 if column == measured[1] else 4)
+        least = None if text else max(len(column), 13 if column == measured[1] else 4)
+        table.add_column(
+            column,
+            justify="left" if text else "right",
+            no_wrap=True,
+            min_width=10 if column == "id" else least,
         )
-        table.add_column(column, justify="left" if text else "right", no_wrap=True, min_width=least)
     for one in suspects:
         numbers: tuple[float | None, ...] = (one.self_influence, one.low, one.high)
         if harm:

@@ -24,7 +24,7 @@ from whence.errors import DataError, OptionError
 from whence.sources.examples import Examples
 from whence.sources.files import read_text
 
-__all__ = ["Shortlist", "bm25", "from_ids", "read_ids", "tfidf", "words"]
+__all__ = ["Shortlist", "bm25", "from_ids", "tfidf", "words"]
 
 Positions = npt.NDArray[np.int64]
 
@@ -120,9 +120,14 @@ def from_ids(ids: Iterable[str | int] | Path, source: Examples) -> Shortlist:
         >>> from_ids(["toy#2"], ListedExamples([0, 1, 2], name="toy")).positions
         array([1])
     """
-    given = read_ids(ids) if isinstance(ids, Path) else list(ids)
+    given: list[str | int] = (
+        [line.strip() for line in read_text(ids).splitlines() if line.strip()]
+        if isinstance(ids, Path)
+        else list(ids)
+    )
     if not given:
-        raise OptionError("no ids were given; name at least one example")
+        where = f" in {ids}" if isinstance(ids, Path) else ""
+        raise OptionError(f"there are no ids{where}; name at least one example")
     found = [[id] if isinstance(id, int) else list(source.find(id)) for id in given]
     if isinstance(ids, Path) and not any(found) and all(re.fullmatch("[0-9]+", str(id)) for id in given):
         found = [[int(id)] for id in given]
@@ -140,14 +145,6 @@ def from_ids(ids: Iterable[str | int] | Path, source: Examples) -> Shortlist:
         )
     positions = np.unique(np.array([p for hits in found for p in hits], dtype=np.int64))
     return Shortlist(positions, (), "the ids given", len(source))
-
-
-def read_ids(path: Path) -> list[str | int]:
-    """The lines of a file, without empty ones."""
-    ids: list[str | int] = [line.strip() for line in read_text(path).splitlines() if line.strip()]
-    if not ids:
-        raise DataError(f"{path} holds no ids; write one per line")
-    return ids
 
 
 # --- words -----------------------------------------------------------------------------------------------
@@ -193,11 +190,7 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 class _Corpus:
-    """How often each text holds each word, as a sparse matrix; raises `DataError` where it would be empty.
-
-    Args:
-        texts: read once, one at a time.
-        only: the words to count; all by default.
+    """How often each text holds each word (those in ``only``), as a sparse matrix; refused where it would be empty.
 
     Attributes:
         words: the number of each word.

@@ -48,13 +48,9 @@ class Examples(ABC):
     def find(self, id: str) -> tuple[int, ...]:
         """Positions of the examples with this id: none if unknown, several where a document was cut up."""
 
-    def text(self, index: int) -> str | None:
-        """The example's text for searching; None where it has none."""
-        return self.exhibit(index).text
-
     def texts(self) -> Iterator[str | None]:
-        """The texts of all examples in order, read as they are asked for."""
-        return (self.text(index) for index in range(len(self)))
+        """The texts of all examples in order, read as they are asked for; None where one has none."""
+        return (self.exhibit(index).text for index in range(len(self)))
 
     @property
     def ids(self) -> Iterator[str]:
@@ -145,13 +141,8 @@ class ListedExamples(Examples):
 class LabelledRows(Examples):
     """One example for each row, with a label: what texts and images for classifiers have in common.
 
-    Args:
-        records: the rows.
-        labels: the classes; by default those that the data name.
-        label_field: where the label is.
-
     Attributes:
-        labels: the classes.
+        labels: the classes: those given, or those that the data name.
         targets: the class of each example, by number.
     """
 

@@ -8,15 +8,22 @@ import json
 import os
 import tempfile
 import weakref
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from whence.errors import DataError, InputError, OptionError
+from whence.errors import DataError, InputError, OptionError, WhenceError
 
-__all__ = ["decode", "existing_path", "parse_json", "read_text", "refusing", "suffix_of", "utf8_file"]
+__all__ = [
+    "existing_path",
+    "naming_bad_bytes",
+    "parse_json",
+    "read_text",
+    "refusing",
+    "suffix_of",
+    "utf8_file",
+]
 
 CHUNK = 1 << 20
 
@@ -52,6 +59,8 @@ def refusing(kind: type[InputError], problem: str, remedy: str) -> Iterator[None
     """
     try:
         yield
+    except WhenceError:
+        raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise kind(f"{problem}: {reason}; {remedy}") from error
@@ -70,20 +79,24 @@ def utf8_file(path: Path, encoding: str, owner: object) -> Path:
     if path.suffix.lower() != ".gz" and _codec(encoding).name in ("utf-8", "utf-8-sig", "ascii"):
         return path
     handle, name = tempfile.mkstemp(prefix="whence-", suffix=".txt")
-    copy = Path(name)
-    weakref.finalize(owner, copy.unlink, missing_ok=True)
+    weakref.finalize(owner, Path(name).unlink, missing_ok=True)
     with os.fdopen(handle, "wb") as output:
         for text in _decoded_chunks(path, encoding):
             output.write(text.encode("utf-8", "surrogatepass"))
-    return copy
+    return Path(name)
 
 
-def decode(content: bytes, path: Path, *, offset: int) -> str:
-    """Decode UTF-8 bytes that start at ``offset`` of a file, or raise a `DataError` that names the bad byte."""
+@contextmanager
+def naming_bad_bytes(path: Path, encoding: str, offset: int) -> Iterator[None]:
+    """Raise a `DataError` at bytes that cannot be decoded; ``offset`` is where in the file they begin."""
     try:
-        return content.decode()
+        yield
     except UnicodeDecodeError as error:
-        raise _undecodable(path, "utf-8", error, offset) from error
+        raise DataError(
+            f"{path} is not {encoding} text: byte 0x{error.object[error.start]:02x} at offset {offset + error.start} "
+            "does not belong there; give the encoding it was written in (--encoding latin-1, for instance), or "
+            "convert it to UTF-8"
+        ) from error
 
 
 def parse_json(text: str, where: str, remedy: str) -> Any:
@@ -110,36 +123,15 @@ def _codec(encoding: str) -> codecs.CodecInfo:
 
 def _decoded_chunks(path: Path, encoding: str) -> Iterator[str]:
     decoder = _codec(encoding).incrementaldecoder()
-    done = 0
-    with _opened(path) as file:
-        while True:
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    done, chunk = 0, b"begin"
+    with (
+        refusing(DataError, f"{path} cannot be read", "check the name, or fetch the file again"),
+        opened(path, "rb") as file,
+    ):
+        while chunk:
             chunk = file.read(CHUNK)
             held = len(decoder.getstate()[0])
-            try:
+            with naming_bad_bytes(path, encoding, done - held):
                 yield decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                raise _undecodable(path, encoding, error, done - held) from error
             done += len(chunk)
-            if not chunk:
-                return
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    try:
-        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
-            yield file  # type: ignore[misc]  # a GzipFile reads as any other
-    except FileNotFoundError as error:
-        raise DataError(f"there is no file {str(path)!r}; check the name") from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} cannot be decompressed ({error}); fetch or compress it again") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}; check the file") from error
-
-
-def _undecodable(path: Path, encoding: str, error: UnicodeDecodeError, offset: int) -> DataError:
-    byte = error.object[error.start]
-    return DataError(
-        f"{path} is not {encoding} text: byte 0x{byte:02x} at offset {offset + error.start} does not belong there; "
-        "give the encoding it was written in (--encoding latin-1, for instance), or convert it to UTF-8"
-    )

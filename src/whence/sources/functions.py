@@ -17,13 +17,13 @@ from whence.errors import OptionError
 __all__ = ["call_function", "load_function"]
 
 
-def load_function(spec: str, purpose: str = "the function") -> Callable[..., Any]:
+def load_function(spec: str, purpose: str) -> Callable[..., Any]:
     """Import a function by name.
 
     The working directory, and a file's own directory, become importable, as for ``python file.py``.
 
     Example:
-        >>> load_function("math:sqrt")(9.0)
+        >>> load_function("math:sqrt", "the function")(9.0)
         3.0
     """
     place, _, name = spec.rpartition(":")
@@ -40,7 +40,7 @@ def load_function(spec: str, purpose: str = "the function") -> Callable[..., Any
     return function  # type: ignore[no-any-return]  # callable, as checked
 
 
-def call_function(spec: str, purpose: str = "the function") -> Any:
+def call_function(spec: str, purpose: str) -> Any:
     """Import a function and call it without arguments; what it raises becomes an `OptionError` that says where."""
     function = load_function(spec, purpose)
     try:

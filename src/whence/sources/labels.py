@@ -43,11 +43,8 @@ class Labels:
 
     def unknown(self, value: Any, where: str) -> DataError:
         """What to raise for a label that is no class."""
-        if _whole_number(value) is None:
-            return DataError(f"{where} has the label {value!r}; the labels are {self._listed()}")
         return DataError(
-            f"{where} has the label {value}, which is out of range: there are {len(self.names)} classes, "
-            f"0 to {len(self.names) - 1}"
+            f"{where} has the label {value!r}; give one of {self._listed()}, or a number from 0 to {len(self) - 1}"
         )
 
     def check_outputs(self, outputs: int, name: str) -> None:
@@ -92,7 +89,7 @@ class Labels:
         return cls(tuple(f"{name} ({k})" if names.count(name) > 1 else name for k, name in enumerate(names)))
 
 
-def labels_for(values: Sequence[Any], given: Labels | None, stored: tuple[str, ...] | None) -> Labels:
+def labels_for(values: Sequence[Any], given: Labels | None, stored: Sequence[str] | None) -> Labels:
     """The labels of a data set: those given, those its format stores, or what its values are.
 
     Example:
@@ -102,7 +99,7 @@ def labels_for(values: Sequence[Any], given: Labels | None, stored: tuple[str, .
     if given is not None:
         return given
     if stored is not None:
-        return Labels(stored)
+        return Labels(tuple(stored))
     numbers = [_whole_number(value) for value in values]
     known = [number for number in numbers if number is not None]
     if len(known) == len(values) and min(known, default=0) >= 0:

@@ -1,12 +1,10 @@
 """Models named on the command line: a Hugging Face directory, or a function that returns one.
 
-Of a directory it is asked beforehand whether all files are there, and whole.
+Of a directory's files it is asked beforehand whether they are whole.
 """
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from whence.errors import ModelError, OptionError
@@ -28,7 +27,7 @@ from whence.tasks import Classification, LanguageModeling, Task
 __all__ = ["Problem", "context_length", "load_model"]
 
 Kind = Literal["language-model", "text-classifier", "image-classifier", "custom"]
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+DTYPES = ("float64", "float32", "bfloat16", "float16", "auto")
 #: By how an architecture's name ends: what it is, and the class that loads it.
 ARCHITECTURES: dict[str, tuple[Kind, str]] = {
     "ForCausalLM": ("language-model", "AutoModelForCausalLM"),
@@ -96,16 +95,16 @@ def load_model(
         allow_download: whether names that are no directories may be fetched.
         check_vocabulary: whether to refuse a tokenizer whose vocabulary does not fit the model's.
     """
-    chosen = _dtype(dtype)
+    chosen = str(dtype).removeprefix("torch.")
+    if chosen not in DTYPES:
+        raise OptionError(f"dtype is {str(dtype)!r}; use one of {', '.join(DTYPES)}")
     path = Path(spec).expanduser()
     local = path.is_dir()
     if path.is_file():
-        remedy = (
-            f"name its function, as {spec}:function"
-            if path.suffix == ".py"
-            else "give its directory, or a function that builds the model and loads the file"
+        raise ModelError(
+            f"{spec} is a file, and the model cannot be told from it; give the model's directory, or a function that "
+            "builds it, as file.py:function"
         )
-        raise ModelError(f"{spec} is a file, and the model cannot be told from it; {remedy}")
     if not local and ":" in str(spec):
         return _from_function(str(spec))
     if not local and not allow_download:
@@ -114,10 +113,12 @@ def load_model(
             "fetching it (--allow-download); a function is written package.module:function"
         )
     source = str(path) if local else str(spec)
-    kind, loader = _architecture(_read_config(path) if local else _fetch_config(source), source)
     if local:
         _check_files(path)
     with _quiet(load_library("transformers", "hf", "to load a Hugging Face model")) as transformers:
+        with refusing(ModelError, f"the model {source!r} cannot be loaded", f"check the name, or {AGAIN}"):
+            config = transformers.AutoConfig.from_pretrained(source, local_files_only=local)
+        kind, loader = _architecture(config.to_dict(), source)
         model = _load_weights(getattr(transformers, loader), source, chosen, local)
         reader = None
         if kind != "image-classifier":
@@ -131,18 +132,14 @@ def load_model(
                 source, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False
             )
             directory = None if found is None else Path(found).parent
-    context = None if kind == "image-classifier" else context_length(model.config)
-    if kind == "language-model":
-        return Problem(
-            model, LanguageModeling(), tokenizer=reader, context=context, kind=kind, directory=directory
-        )
+    classifies = kind != "language-model"
     return Problem(
         model,
-        _classification(model.config, source),
+        _classification(model.config, source) if classifies else LanguageModeling(),
         tokenizer=reader,
-        labels=Labels.from_config(getattr(model.config, "id2label", None)),
-        num_labels=int(model.config.num_labels),
-        context=context,
+        labels=Labels.from_config(getattr(model.config, "id2label", None)) if classifies else None,
+        num_labels=int(model.config.num_labels) if classifies else None,
+        context=None if kind == "image-classifier" else context_length(model.config),
         kind=kind,
         directory=directory,
     )
@@ -171,13 +168,6 @@ def _from_function(spec: str) -> Problem:
     return problem
 
 
-def _fetch_config(name: str) -> dict[str, Any]:
-    transformers = load_library("transformers", "hf", "to load a Hugging Face model")
-    with refusing(ModelError, f"the model {name!r} cannot be fetched", "check the name"):
-        config: dict[str, Any] = transformers.AutoConfig.from_pretrained(name).to_dict()
-    return config
-
-
 def _architecture(config: dict[str, Any], source: str) -> tuple[Kind, str]:
     if config.get("quantization_config"):
         raise ModelError(
@@ -197,7 +187,7 @@ def _architecture(config: dict[str, Any], source: str) -> tuple[Kind, str]:
 
 def _load_weights(loader: Any, source: str, dtype: Any, local: bool) -> Any:
     """The model in evaluation mode; refused if parameters are left out, which would be random numbers."""
-    with refusing(ModelError, f"the model in {source} cannot be loaded", "save or download it again"):
+    with refusing(ModelError, f"the model in {source} cannot be loaded", f"save it again, or {AGAIN}"):
         model, info = loader.from_pretrained(
             source, dtype=dtype, local_files_only=local, output_loading_info=True
         )
@@ -225,14 +215,6 @@ def _classification(config: Any, source: str) -> Task:
     return Classification()
 
 
-def _dtype(dtype: str | torch.dtype) -> Any:
-    if dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        return dtype
-    if dtype not in DTYPES:
-        raise OptionError(f"dtype is {str(dtype)!r}; use one of {', '.join(DTYPES)}, or auto")
-    return DTYPES[str(dtype)]
-
-
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[Any]:
     """The library without its progress bars and notes; what matters in them is checked and raised."""
@@ -248,89 +230,19 @@ def _quiet(transformers: Any) -> Iterator[Any]:
             logging.enable_progress_bar()
 
 
-# --- files of a model directory: are all there, and whole? -----------------------------------------------
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ModelError(
-            f"{directory} has no config.json{_interrupted(directory)}, so it is not a Hugging Face model; give a "
-            "directory written by save_pretrained, or a function as package.module:function"
-        )
-    return _read_object(path)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    _check_pointer(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON ({error}); {AGAIN}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no object; {AGAIN}")
-    return content
-
-
 def _check_files(directory: Path) -> None:
-    """Raise `ModelError` unless the directory holds whole weights."""
-    for path in sorted(directory.glob("*.json")):
-        _check_pointer(path)
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = directory / f"{name}.index.json"
-        if (directory / name).is_file():
-            return _check_weights(directory / name)
-        if index.is_file():
-            shards = _read_object(index).get("weight_map")
-            if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-                raise ModelError(f"{index} does not list the weights' files; {AGAIN}")
-            for shard in sorted(set(shards.values())):
-                if not (directory / shard).is_file():
-                    raise ModelError(
-                        f"{shard}, which {index} lists, is missing{_interrupted(directory)}; {AGAIN}"
-                    )
-                _check_weights(directory / shard)
-            return None
-    raise ModelError(
-        f"{directory} holds no weights: neither model.safetensors nor model.safetensors.index.json is there"
-        f"{_interrupted(directory)}; {AGAIN}"
-    )
-
-
-def _check_weights(path: Path) -> None:
-    """A safetensors file says in its header how long it is: 8 bytes, the header's length; the header; data."""
-    _check_pointer(path)
-    if path.suffix != ".safetensors":
-        return
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else None
-        if length is None or 8 + length > size:
-            raise ModelError(f"{path} is cut off after {size:,} bytes, inside its header; {AGAIN}")
-        try:
-            header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ModelError(f"{path} is not a safetensors file: its header is no JSON; {AGAIN}") from error
-    expected = 8 + length + max(ends, default=0)
-    if size < expected:
-        raise ModelError(f"{path} is cut off: it has {size:,} bytes of {expected:,}; {AGAIN}")
-
-
-def _check_pointer(path: Path) -> None:
-    with path.open("rb") as file:
-        start = file.read(len(LFS_POINTER))
-    if start == LFS_POINTER:
+    """Raise `ModelError` at a file of the model that is not whole, before any of them is loaded."""
+    if not (directory / "config.json").is_file():
         raise ModelError(
-            f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in {path.parent}, or download "
-            "the model again"
+            f"{directory} has no config.json, so it is not a Hugging Face model; give a directory written by "
+            "save_pretrained, or a function as package.module:function"
         )
-    if not start:
-        raise ModelError(f"{path} is empty; {AGAIN}")
-
-
-def _interrupted(directory: Path) -> str:
-    """What to add to a message where a download was broken off."""
-    parts = sorted(directory.rglob("*.incomplete"))
-    return f", but {parts[0].name} is: a download was interrupted" if parts else ""
+    for path in sorted(p for p in directory.iterdir() if p.suffix in (".json", ".safetensors", ".bin")):
+        with path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ModelError(
+                    f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in {directory}, or {AGAIN}"
+                )
+    for path in sorted(directory.glob("model*.safetensors")):
+        with refusing(ModelError, f"{path} is damaged or cut off", AGAIN):
+            safe_open(path, "pt")

@@ -10,7 +10,7 @@ from whence.errors import DataError
 from whence.exhibit import Exhibit
 from whence.sources.examples import ListedExamples
 from whence.sources.records import RecordIds, Records
-from whence.sources.text import Document, DocumentReader
+from whence.sources.text import DocumentReader
 from whence.sources.tokenizers import Encoded, encode
 from whence.tasks import LanguageModeling
 
@@ -42,17 +42,18 @@ def language_queries(
     for number, row in ids.read():
         document = reader.read(row)
         whole = document.predicted is None
-        boundary = (
-            0 if document.predicted is None else document.predicted[-1][0]
-        )  # where the completion starts
-        encoded = reader.encode([document])[0]
+        boundary = document.predicted[-1][0] if document.predicted else 0  # where the completion starts
+        encoded = reader.encode(document)[0]
         first = _completion(encoded, boundary)
         if first == 0 and boundary > 0:  # one token swallowed the prompt and some of the completion
-            encoded = _encode_apart(tokenizer, document, boundary)
+            encoded = _encode_apart(tokenizer, document.text, boundary, special=reader.special)
             first = _completion(encoded, boundary)
         first, length = max(first, 1) if whole else first, encoded.own_end
         if not 0 < first < length:
-            raise DataError(f"{row.where}{_nothing_before(reader.layout, length)}")
+            raise DataError(
+                f"{row.where} has {length} token{'s' * (length != 1)}, of which the first can only be given, not "
+                "predicted; give a longer text, or at least one token of prompt before the completion"
+            )
         if max_length is not None and length > max_length:
             raise DataError(
                 f"{row.where} is {length} tokens long, and the model reads {max_length}; shorten the prompt"
@@ -78,25 +79,16 @@ def _completion(encoded: Encoded, boundary: int) -> int:
     return int(predicted[0]) if len(predicted) else encoded.own_end
 
 
-def _encode_apart(tokenizer: Any, document: Document, boundary: int) -> Encoded:
+def _encode_apart(tokenizer: Any, text: str, boundary: int, *, special: bool) -> Encoded:
     """Tokens of the prompt and of the completion by themselves, one after the other."""
-    prompt = encode(tokenizer, [document.text[:boundary]], special=document.special)[0]
-    completion = encode(tokenizer, [document.text[boundary:]], special=False)[0]
+    prompt = encode(tokenizer, [text[:boundary]], special=special)[0]
+    completion = encode(tokenizer, [text[boundary:]], special=False)[0]
     keep = prompt.own_end
     return Encoded(
-        document.text,
+        text,
         np.concatenate([prompt.ids[:keep], completion.ids]),
         np.concatenate([prompt.starts[:keep], completion.starts + boundary]),
         np.concatenate([prompt.ends[:keep], completion.ends + boundary]),
         np.concatenate([prompt.added[:keep], completion.added]),
         prompt.names[: int(prompt.added[:keep].sum())],
     )
-
-
-def _nothing_before(layout: str, length: int) -> str:
-    if layout == "pair":
-        return (
-            ": nothing comes before the completion: the prompt is empty and the tokenizer adds no BOS; give at "
-            "least one token of prompt"
-        )
-    return f" has {length} token{'s' * (length != 1)}, none to predict after the first; give a longer text"

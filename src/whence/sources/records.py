@@ -11,10 +11,7 @@ from typing import Any
 
 from whence.errors import DataError
 
-__all__ = ["RecordIds", "Records", "Row", "RowList", "Shards"]
-
-#: The field that names a row, where the user names none.
-ID_FIELD = "id"
+__all__ = ["RecordIds", "Records", "Row", "RowList", "Shards", "shown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,8 @@ class Row:
         value = self.fields.get(name)
         if value is None:
             problem = f"leaves the field {name!r} empty" if name in self.fields else f"has no field {name!r}"
-            raise DataError(f"{self.where} {problem}; {self._fields_there()}")
+            names = ", ".join(map(repr, self.fields)) or "no fields at all"
+            raise DataError(f"{self.where} {problem}; it has {names}")
         return value
 
     def text(self, name: str, *, may_be_empty: bool = False) -> str:
@@ -48,7 +46,7 @@ class Row:
         value = self.value(name)
         if not isinstance(value, str):
             raise DataError(
-                f"{self.where}: the field {name!r} is {_shown(value)}, not text; name a field that holds text"
+                f"{self.where}: the field {name!r} is {shown(value)}, not text; name a field that holds text"
             )
         if not may_be_empty and not value.strip():
             raise DataError(
@@ -63,35 +61,23 @@ class Row:
             ) from error
         return value
 
-    def given_id(self, field: str | None) -> str | None:
-        """The id in ``field``, which must then be there; without ``field``, the one in ``id`` or None."""
-        name = ID_FIELD if field is None else field
-        value = self.fields.get(name)
+    @property
+    def id(self) -> str | None:
+        """What its field ``id`` says; None where there is none."""
+        value = self.fields.get("id")
         if value is None:
-            if field is None:
-                return None
-            raise DataError(f"{self.where} has no field {name!r} to name it; {self._fields_there()}")
+            return None
         if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
             raise DataError(
-                f"{self.where}: the field {name!r} is {_shown(value)}; an id must be a text or a whole number"
+                f"{self.where}: the field 'id' is {shown(value)}; an id must be a text or a whole number"
             )
         return str(value)
 
-    def _fields_there(self) -> str:
-        names = [name for name in self.fields if isinstance(name, str)]
-        return f"it has {', '.join(map(repr, names))}" if names else "it has no fields at all"
-
 
 class Records(ABC):
-    """A sequence of rows.
-
-    Attributes:
-        name: what messages and ids call the whole, usually the file's name.
-        id_field: the field that names a row; None means ``id`` where there is one.
-    """
+    """A sequence of rows, numbered from 0; its ``name``, usually the file's, is in messages and ids."""
 
     name: str
-    id_field: str | None = None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -99,13 +85,13 @@ class Records(ABC):
 
     @abstractmethod
     def __getitem__(self, number: int) -> Row:
-        """One row; they are numbered from 0."""
+        """One row."""
 
     def __iter__(self) -> Iterator[Row]:
         """All rows in order, in one pass."""
         return (self[number] for number in range(len(self)))
 
-    def class_names(self, field: str) -> tuple[str, ...] | None:
+    def class_names(self, field: str) -> Sequence[str] | None:
         """The names of a label field's classes, where the format keeps them."""
         return None
 
@@ -117,15 +103,17 @@ class Records(ABC):
             >>> [row.text("text") for row in rows.first(2)]
             ['a', 'b']
         """
-        return Shards([self], name=self.name, id_field=self.id_field, count=count)
+        return Shards([self], name=self.name, count=count)
 
 
 class RowList(Records):
-    """Rows held in memory.
+    """Rows held in memory, or in anything else with ``len`` and indexing.
 
     Args:
         rows: fields, or rows that know where they stand.
         name: what messages call the whole.
+        place: the file or directory that the rows are in.
+        classes: from a label field to the names of its classes.
 
     Example:
         >>> rows = RowList([{"prompt": "2 + 2 =", "completion": " 4"}], name="queries")
@@ -133,33 +121,41 @@ class RowList(Records):
         ('queries, row 1', ' 4')
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any] | Row], *, name: str) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any] | Row],
+        *,
+        name: str,
+        place: str | None = None,
+        classes: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         if len(rows) == 0:
-            raise DataError(f"{name} has no rows; give at least one")
-        self._rows, self.name = rows, name
+            raise DataError(f"{place or name} has no rows; give at least one")
+        self._rows, self.name, self._place, self._classes = rows, name, place, classes or {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> Row:
-        row = self._rows[number]
-        return row if isinstance(row, Row) else Row(row, f"{self.name}, row {number + 1}")
+        return self._row(self._rows[number], number)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self._row(fields, number) for number, fields in enumerate(self._rows))
+
+    def _row(self, fields: Mapping[str, Any] | Row, number: int) -> Row:
+        if isinstance(fields, Row):
+            return fields
+        return Row(fields, f"{self._place or self.name}, row {number + 1}", self._place)
+
+    def class_names(self, field: str) -> Sequence[str] | None:
+        return self._classes.get(field)
 
 
 class Shards(Records):
-    """Several records as one, in the order given.
+    """Several records as one, in the order given; with ``count``, only so many rows of them."""
 
-    Args:
-        parts: the records.
-        name: what messages call the whole.
-        id_field: the field that names a row.
-        count: how many rows to take; all by default.
-    """
-
-    def __init__(
-        self, parts: Sequence[Records], *, name: str, id_field: str | None = None, count: int | None = None
-    ) -> None:
-        self._parts, self.name, self.id_field = parts, name, id_field
+    def __init__(self, parts: Sequence[Records], *, name: str, count: int | None = None) -> None:
+        self._parts, self.name = parts, name
         self._ends = list(accumulate(map(len, parts)))
         self._count = self._ends[-1] if count is None else min(count, self._ends[-1])
 
@@ -173,7 +169,7 @@ class Shards(Records):
     def __iter__(self) -> Iterator[Row]:
         return islice(chain.from_iterable(self._parts), self._count)
 
-    def class_names(self, field: str) -> tuple[str, ...] | None:
+    def class_names(self, field: str) -> Sequence[str] | None:
         return self._parts[0].class_names(field)
 
 
@@ -196,13 +192,13 @@ class RecordIds:
     def read(self) -> Iterator[tuple[int, Row]]:
         """All rows with their numbers, in one pass; raises `DataError` where two have the same id."""
         for number, row in enumerate(self._records):
-            id = row.given_id(self._records.id_field)
+            id = row.id
             if id is not None:
                 earlier = self._numbers.setdefault(id, number)
                 if earlier != number:
                     raise DataError(
                         f"{self._records[earlier].where} and {row.where} have the same id {id!r}; "
-                        "ids must differ: rename one, or name another field as the id"
+                        "ids must differ: rename one"
                     )
                 self._given[number] = id
             yield number, row
@@ -212,16 +208,12 @@ class RecordIds:
 
     def find(self, id: str) -> int | None:
         """The number of the row with this id, or None."""
-        if id in self._numbers:
-            return self._numbers[id]
-        name, mark, digits = id.rpartition("#")
-        if not (mark and name == self._records.name and digits.isdecimal() and digits.isascii()):
-            return None
-        number = int(digits) - 1
-        return number if 0 <= number < len(self._records) and number not in self._given else None
+        digits = id.rpartition("#")[2]
+        number = self._numbers.get(id, int(digits) - 1 if digits.isdecimal() else -1)
+        return number if 0 <= number < len(self._records) and self[number] == id else None
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value and its type, short enough for a message."""
-    shown = repr(value)
-    return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({type(value).__name__})"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

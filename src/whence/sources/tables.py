@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -13,115 +13,66 @@ from typing import Any
 from whence.errors import DataError, OptionError
 from whence.libraries import load_library
 from whence.sources.files import refusing
-from whence.sources.records import Records, Row
+from whence.sources.records import Records, RowList
 
-__all__ = ["DatasetRows", "ParquetRows", "hub_dataset", "is_saved_dataset", "saved_dataset"]
+__all__ = ["hub_dataset", "is_saved_dataset", "parquet_file", "saved_dataset"]
 
 #: Row groups of a Parquet file kept after use; neighbouring rows are usually asked for together.
 KEPT_GROUPS = 2
 
 
-class ParquetRows(Records):
-    """A Parquet file, read one row group at a time from a memory map."""
+def parquet_file(path: Path) -> Records:
+    """The rows of a Parquet file, read one row group at a time."""
+    rows: Any = _ParquetRows(path)
+    return RowList(rows, name=path.name, place=str(path), classes=rows.classes())
 
+
+class _ParquetRows:
     def __init__(self, path: Path) -> None:
         from pyarrow import parquet
 
-        self.name, self._path = path.name, path
+        self._path = path
         with refusing(DataError, f"{path} is not a readable Parquet file", "fetch or write it again"):
             self._file = parquet.ParquetFile(path, memory_map=True)
         metadata = self._file.metadata
-        self._ends = list(
-            accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
-        )
+        self._ends = list(accumulate(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)))
         self._group = lru_cache(KEPT_GROUPS)(self._read_group)
-        if len(self) == 0:
-            raise DataError(f"{path} has no rows; give at least one")
 
     def __reduce__(self) -> Any:
-        return ParquetRows, (self._path,)  # an open file cannot be sent to another process, its path can
+        return _ParquetRows, (self._path,)  # an open file cannot be sent to another process, its path can
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> Any:
         group = bisect_right(self._ends, number)
         inner = number - (self._ends[group - 1] if group else 0)
-        return self._row(self._group(group).slice(inner, 1).to_pylist()[0], number)
+        return self._group(group).slice(inner, 1).to_pylist()[0]
 
-    def __iter__(self) -> Iterator[Row]:
-        number = 0
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         for group in range(len(self._ends)):
             for batch in self._group(group).to_batches(max_chunksize=256):
-                for fields in batch.to_pylist():
-                    yield self._row(fields, number)
-                    number += 1
-
-    def _row(self, fields: Mapping[str, Any], number: int) -> Row:
-        return Row(fields, f"{self._path}, row {number + 1}", str(self._path))
+                yield from batch.to_pylist()
 
     def _read_group(self, group: int) -> Any:
         with refusing(DataError, f"{self._path}: row group {group} cannot be read", "fetch it again"):
             return self._file.read_row_group(group)
 
-    def class_names(self, field: str) -> tuple[str, ...] | None:
-        # The datasets library writes its column types into the file's metadata.
+    def classes(self) -> dict[str, list[str]]:
+        """The classes of label columns, which the datasets library writes into the file's metadata."""
         try:
-            info = json.loads((self._file.schema_arrow.metadata or {})[b"huggingface"])
-            return tuple(str(name) for name in info["info"]["features"][field]["names"])
-        except (KeyError, TypeError, ValueError):
-            return None
-
-
-class DatasetRows(Records):
-    """A ``Dataset`` of the ``datasets`` library, memory-mapped; images are left as the bytes that are stored.
-
-    Args:
-        data: the ``Dataset``.
-        name: what messages and ids call it.
-        place: where it is, for messages and links.
-    """
-
-    def __init__(self, data: Any, *, name: str, place: str) -> None:
-        datasets = load_library("datasets", "hf", "to read data sets of its format")
-        self.name, self._place, self._features = name, place, dict(data.features)
-        for column, feature in self._features.items():
-            if isinstance(feature, datasets.Image):
-                data = data.cast_column(column, datasets.Image(decode=False))
-        self._data = data.with_format(None)
-        if len(self._data) == 0:
-            raise DataError(f"{self.name} has no rows; give at least one")
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, number: int) -> Row:
-        return self._row(self._data[number], number)
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self._row(fields, number) for number, fields in enumerate(self._data))
-
-    def _row(self, fields: Mapping[str, Any], number: int) -> Row:
-        return Row(fields, f"{self._place}, row {number + 1}", self._place)
-
-    def class_names(self, field: str) -> tuple[str, ...] | None:
-        names = getattr(self._features.get(field), "names", None)
-        return None if names is None else tuple(map(str, names))
+            features = json.loads(self._file.schema_arrow.metadata[b"huggingface"])["info"]["features"]
+            return {field: its["names"] for field, its in features.items() if "names" in its}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return {}
 
 
 def hub_dataset(name: str, *, split: str) -> Records:
-    """One split of a data set on the Hugging Face hub, fetched into the library's own cache.
-
-    Args:
-        name: on the hub, such as ``owner/name``, or a local directory of data files.
-        split: of it.
-    """
+    """One split of a data set on the Hugging Face hub, ``owner/name``, fetched into the library's own cache."""
     datasets = load_library("datasets", "hf", "to fetch data sets from the hub")
-    with refusing(
-        DataError, f"the data set {name} cannot be fetched", "check its name and your access to it"
-    ):
+    with refusing(DataError, f"the data set {name} cannot be fetched", "check its name and your access"):
         loaded = datasets.load_dataset(name, split=split)
-    return DatasetRows(loaded, name=f"{name}:{split}", place=name)
+    return _dataset_rows(loaded, name=f"{name}:{split}", place=name)
 
 
 def is_saved_dataset(directory: Path) -> bool:
@@ -139,11 +90,23 @@ def saved_dataset(path: Path, split: str | None) -> Records:
     if not isinstance(loaded, datasets.DatasetDict):
         if split is not None:
             raise OptionError(f"{path} is a single data set without splits; name it without {split!r}")
-        return DatasetRows(loaded, name=path.name, place=str(path))
+        return _dataset_rows(loaded, name=path.name, place=str(path))
     splits = ", ".join(loaded)
     if split is None and len(loaded) != 1:
         raise OptionError(f"{path} has the splits {splits}; say which, as {path}:{next(iter(loaded), '')}")
     chosen = next(iter(loaded)) if split is None else split
     if chosen not in loaded:
         raise OptionError(f"{path} has no split {chosen!r}; it has {splits}")
-    return DatasetRows(loaded[chosen], name=f"{path.name}:{chosen}", place=str(path))
+    return _dataset_rows(loaded[chosen], name=f"{path.name}:{chosen}", place=str(path))
+
+
+def _dataset_rows(data: Any, *, name: str, place: str) -> Records:
+    """A memory-mapped ``Dataset``; images are left as the bytes that are stored."""
+    datasets = load_library("datasets", "hf", "to read data sets of its format")
+    classes = {}
+    for column, feature in data.features.items():
+        if isinstance(feature, datasets.Image):
+            data = data.cast_column(column, datasets.Image(decode=False))
+        if isinstance(feature, datasets.ClassLabel):
+            classes[column] = feature.names
+    return RowList(data.with_format(None), name=name, place=place, classes=classes)

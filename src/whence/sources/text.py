@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from whence.errors import DataError, ModelError, OptionError
+from whence.errors import DataError, OptionError
 from whence.exhibit import Exhibit
 from whence.sources.examples import Examples, LabelledRows
+from whence.sources.files import refusing
 from whence.sources.labels import Labels
-from whence.sources.records import RecordIds, Records, Row
+from whence.sources.records import RecordIds, Records, Row, shown
 from whence.sources.tokenizers import Encoded, encode
 from whence.tasks.categorical import IGNORED
 
@@ -34,24 +35,18 @@ class Document:
     Attributes:
         text: the whole text.
         predicted: the character ranges in it that the model learns to predict; None for all of it.
-        special: whether the tokenizer puts its own tokens around it; a chat template has done so already.
     """
 
     text: str
     predicted: tuple[tuple[int, int], ...] | None = None
-    special: bool = True
 
 
 class DocumentReader:
-    """Reads rows as documents.
-
-    Args:
-        records: the rows; the fields of the first one say how all are written.
-        tokenizer: of a Hugging Face model.
-        text_field: the field that holds a document; by default ``text``.
+    """Reads rows as documents; the fields of the first one say how all are written.
 
     Attributes:
         layout: how the rows are written: a text, a prompt with its completion, or a list of chat messages.
+        special: whether the tokenizer puts its own tokens around a document; a chat template has done so already.
     """
 
     def __init__(self, records: Records, tokenizer: Any, text_field: str | None) -> None:
@@ -63,6 +58,7 @@ class DocumentReader:
         # One of the two without the other is a row that lacks a field, and is said to be.
         elif text_field is None and "text" not in first and ("prompt" in first or "completion" in first):
             self.layout = "pair"
+        self.special = self.layout != "messages"
 
     def has_text(self, row: Row) -> bool:
         """Whether the row holds anything to learn from."""
@@ -79,13 +75,11 @@ class DocumentReader:
             return Document(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
         return Document(row.text(self._text_field))
 
-    def encode(self, documents: Sequence[Document]) -> list[Encoded]:
-        """The documents' tokens; they must be of one layout."""
-        texts = [document.text for document in documents]
-        return encode(self._tokenizer, texts, special=documents[0].special)
+    def encode(self, *documents: Document) -> list[Encoded]:
+        """The documents' tokens."""
+        return encode(self._tokenizer, [document.text for document in documents], special=self.special)
 
     def _chat(self, row: Row) -> Document:
-        """A conversation as the model sees it, predicted where the assistant speaks."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise OptionError(
                 f"{row.where} holds chat messages, but the tokenizer has no chat template; give the "
@@ -110,37 +104,45 @@ class DocumentReader:
                 f"{row.where}: no message of 'messages' has the role 'assistant', so nothing is "
                 "predicted; give a conversation with an answer"
             )
-        return Document(whole, tuple(spans), special=False)
+        return Document(whole, tuple(spans))
 
     def _rendered(self, row: Row, messages: list[dict[str, str]], *, answer_next: bool = False) -> str:
-        template = self._tokenizer.apply_chat_template
-        try:
+        # The template complains of roles that do not alternate, for instance.
+        with refusing(DataError, f"{row.where}: the chat template refuses the messages", "repair the row"):
+            template = self._tokenizer.apply_chat_template
             return str(template(messages, tokenize=False, add_generation_prompt=answer_next))
-        except ImportError as error:
-            raise ModelError(f"chat templates cannot be used: {error}; install jinja2") from error
-        except Exception as error:  # the template's own complaint, such as roles that do not alternate
-            raise DataError(
-                f"{row.where}: the chat template refuses the messages: {error}; repair the row"
-            ) from error
 
 
 def _messages(row: Row) -> list[dict[str, str]]:
     messages = row.value("messages")
-    if not isinstance(messages, (list, tuple)) or not messages:
+    wrong = [messages]
+    if isinstance(messages, (list, tuple)) and messages:
+        wrong = [message for message in messages if not _is_message(message)]
+    if wrong:
         raise DataError(
-            f"{row.where}: 'messages' must be a list of objects with 'role' and 'content', got "
-            f"{str(messages)[:60]!r}"
+            f"{row.where}: 'messages' holds {shown(wrong[0])}; give a list of objects with the texts 'role' and "
+            "'content'"
         )
-    checked = []
-    for number, message in enumerate(messages):
-        values = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else []
-        if not values or not all(isinstance(value, str) for value in values):
-            raise DataError(
-                f"{row.where}: message {number + 1} of 'messages' is {str(message)[:60]!r}; it must "
-                "have the texts 'role' and 'content'"
-            )
-        checked.append({"role": str(values[0]), "content": str(values[1])})
-    return checked
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+class _Lists:
+    """Lists of integers of an `array`'s ``kind``, end to end; ``starts`` says where each begins."""
+
+    def __init__(self, kind: str) -> None:
+        self._values, self.starts = array(kind), array("q", [0])
+
+    def append(self, values: npt.NDArray[Any]) -> None:
+        self._values.frombytes(values.astype(self._values.typecode).tobytes())
+        self.starts.append(len(self._values))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        values = np.frombuffer(self._values, self._values.typecode)
+        return torch.from_numpy(values[self.starts[index] : self.starts[index + 1]].astype(np.int64))
 
 
 class Passages(Examples):
@@ -181,27 +183,23 @@ class Passages(Examples):
         self._records, self._ids = records, RecordIds(records)
         self._reader = DocumentReader(records, tokenizer, text_field)
         self._max_length, self._truncate, self._skip_empty = max_length, truncate, skip_empty
-        tokens, predicted = array("i"), array("b")
-        starts, chars, rows = array("q", [0]), array("q"), array("q")
+        # Of a passage: its tokens; which of them are predicted; its characters in the row's text; its row.
+        self._tokens, self._predicted = _Lists("i"), _Lists("b")
+        chars, rows = array("q"), array("q")
         for number, document, encoded in self._encoded():
             flags = None if document.predicted is None else _predicted(document.predicted, encoded)
             cuts = self._cuts(number, flags, len(encoded.ids))
             self.skipped += not cuts
             for first, last in cuts:
-                tokens.frombytes(encoded.ids[first:last].astype(np.int32).tobytes())
+                self._tokens.append(encoded.ids[first:last])
                 if flags is not None:
-                    predicted.frombytes(flags[first:last].astype(np.int8).tobytes())
-                starts.append(len(tokens))
+                    self._predicted.append(flags[first:last])
                 chars.extend([int(encoded.ends[first - 1]) if first else 0, int(encoded.ends[last - 1])])
                 rows.append(number)
         if not rows:
             raise DataError(
                 f"no row of {records.name} has text to learn from; all {self.skipped} were left out"
             )
-        self._tokens = np.frombuffer(tokens, np.int32)
-        self._predicted = np.frombuffer(predicted, np.int8) if predicted else None
-        # Of each passage: its first token, its first and last character in the row's text, its row.
-        self._starts = np.frombuffer(starts, np.int64)
         self._chars = np.frombuffer(chars, np.int64).reshape(-1, 2)
         self._rows = np.frombuffer(rows, np.int64)
         self._shown: tuple[int, Encoded] | None = None  # the row shown last: its other passages may follow
@@ -209,7 +207,7 @@ class Passages(Examples):
     def _encoded(self) -> Iterator[tuple[int, Document, Encoded]]:
         documents = self._documents()
         while chunk := list(islice(documents, CHUNK)):
-            encoded = self._reader.encode([document for _, document in chunk])
+            encoded = self._reader.encode(*(document for _, document in chunk))
             for (number, document), tokens in zip(chunk, encoded, strict=True):
                 yield number, document, tokens
 
@@ -247,12 +245,10 @@ class Passages(Examples):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         index = self._checked(index)
-        part = slice(self._starts[index], self._starts[index + 1])
-        ids = torch.from_numpy(self._tokens[part].astype(np.int64))
-        if self._predicted is None:
+        ids = self._tokens[index]
+        if self._reader.layout == "text":
             return {"input_ids": ids, "labels": ids.clone()}
-        predicted = torch.from_numpy(self._predicted[part] != 0)
-        return {"input_ids": ids, "labels": ids.masked_fill(~predicted, IGNORED)}
+        return {"input_ids": ids, "labels": ids.masked_fill(self._predicted[index] == 0, IGNORED)}
 
     def _passages_of(self, number: int | None) -> range:
         """The passages of a row; none if it was left out, or is None."""
@@ -274,10 +270,6 @@ class Passages(Examples):
             found = passages[int(numbered[2]) : int(numbered[2]) + 1] if len(passages) > 1 else found
         return tuple(found)
 
-    def text(self, index: int) -> str:
-        index = self._checked(index)
-        return self._slice(index, self._reader.read(self._records[int(self._rows[index])]).text)
-
     def texts(self) -> Iterator[str]:
         for number, row in enumerate(self._records):
             if passages := self._passages_of(number):
@@ -294,15 +286,13 @@ class Passages(Examples):
         number = int(self._rows[index])
         row = self._records[number]
         if self._shown is None or self._shown[0] != number:
-            self._shown = number, self._reader.encode([self._reader.read(row)])[0]
+            self._shown = number, self._reader.encode(self._reader.read(row))[0]
         encoded = self._shown[1]
-        first, last = (
-            self._starts[index : index + 2] - self._starts[self._passages_of(number).start]
-        ).tolist()
+        starts, first = self._tokens.starts, self._passages_of(number).start
         return Exhibit(
             id=self.id(index),
             text=self._slice(index, encoded.text),
-            tokens=encoded.pieces(first, last),
+            tokens=encoded.pieces(starts[index] - starts[first], starts[index + 1] - starts[first]),
             link=row.link,
         )
 
@@ -340,7 +330,7 @@ class ClassifiedTexts(LabelledRows):
     ) -> None:
         super().__init__(records, labels=labels, label_field=label_field)
         self._tokenizer, self._text_field = tokenizer, text_field
-        tokens, starts = array("i"), array("q", [0])
+        self._tokens = _Lists("i")
         for row in records:
             text = row.text(text_field)
             ids: Any = encode(tokenizer, [text])[0].ids
@@ -352,21 +342,12 @@ class ClassifiedTexts(LabelledRows):
                     )
                 # Let the tokenizer cut, so that the tokens it adds at the end stay.
                 ids = tokenizer(text, truncation=True, max_length=max_length, verbose=False)["input_ids"]
-            tokens.frombytes(np.asarray(ids, dtype=np.int32).tobytes())
-            starts.append(len(tokens))
-        self._tokens, self._starts = np.frombuffer(tokens, np.int32), np.frombuffer(starts, np.int64)
+            self._tokens.append(np.asarray(ids))
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         index = self._checked(index)
-        ids = self._tokens[self._starts[index] : self._starts[index + 1]].astype(np.int64)
-        return {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.ones(len(ids), dtype=torch.long),
-            "labels": self.targets[index],
-        }
-
-    def text(self, index: int) -> str:
-        return self._records[self._checked(index)].text(self._text_field)
+        ids = self._tokens[index]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": self.targets[index]}
 
     def texts(self) -> Iterator[str]:
         return (row.text(self._text_field) for row in self._records)
@@ -374,11 +355,11 @@ class ClassifiedTexts(LabelledRows):
     def exhibit(self, index: int) -> Exhibit:
         index = self._checked(index)
         row = self._records[index]
-        text, count = row.text(self._text_field), int(self._starts[index + 1] - self._starts[index])
+        text = row.text(self._text_field)
         return Exhibit(
             id=self.id(index),
             text=text,
-            tokens=encode(self._tokenizer, [text])[0].pieces(0, count),
+            tokens=encode(self._tokenizer, [text])[0].pieces(0, len(self._tokens[index])),
             label=self.label(index),
             link=row.link,
         )
