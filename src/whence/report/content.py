@@ -6,17 +6,17 @@ Pages are made from these alone, so a saved run can be shown without torch, the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from whence.exhibit import Exhibit
 from whence.report.checks import Validation
+from whence.report.document import Page
+from whence.report.figures import Floats
 
-__all__ = ["Entry", "Floats", "Page", "Question", "Report", "Trust"]
-
-Floats = npt.NDArray[np.float64]
+__all__ = ["Entry", "Question", "Report", "Trust"]
 
 
 @dataclass(frozen=True)
@@ -115,30 +115,6 @@ class Trust:
     num_term_products: int
     solver: str = "lissa"
     choice: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """What every page says of itself.
-
-    Attributes:
-        title: heading.
-        num_examples: training examples in all; ``num_scored`` of them were scored.
-        not_scored: in words, what was left out and why; empty where everything was scored.
-        score_method: how scores were computed, in words.
-        settings: what reproduces the run: name -> value.
-        versions: name -> version.
-        seconds: phase -> duration.
-    """
-
-    title: str
-    num_examples: int
-    num_scored: int
-    not_scored: str
-    score_method: str
-    settings: Mapping[str, str]
-    versions: Mapping[str, str] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

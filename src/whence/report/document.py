@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -20,14 +20,37 @@ from markupsafe import Markup
 
 from whence.exhibit import Exhibit
 from whence.report import formatting
-from whence.report.content import Page
 from whence.report.figures import verdict_mark
 from whence.report.untrusted import href, picture, script_json, visible
 from whence.units import format_duration
 
-__all__ = ["Item", "Token", "document", "shade", "words_to_filter"]
+__all__ = ["Item", "Page", "Token", "document", "shade", "words_to_filter"]
 
 LEVELS = 10  # depths of shading, each a class in style.css: the page's policy allows no inline styles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What every page says of itself.
+
+    Attributes:
+        title: heading.
+        num_examples: training examples in all; ``num_scored`` of them were scored.
+        not_scored: in words, what was left out and why; empty where everything was scored.
+        score_method: how scores were computed, in words.
+        settings: what reproduces the run: name -> value.
+        versions: name -> version.
+        seconds: phase -> duration.
+    """
+
+    title: str
+    num_examples: int
+    num_scored: int
+    not_scored: str
+    score_method: str
+    settings: Mapping[str, str]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

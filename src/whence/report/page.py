@@ -14,8 +14,9 @@ from whence.exhibit import Exhibit
 from whence.report import figures
 from whence.report.axes import Linear
 from whence.report.checks import LIMITS
-from whence.report.content import Entry, Floats, Question, Report
+from whence.report.content import Entry, Question, Report
 from whence.report.document import Item, document, shade, words_to_filter
+from whence.report.figures import Floats
 from whence.report.formatting import MINUS, brief, count, interval, plus_minus, signed
 
 __all__ = ["render"]
@@ -59,7 +60,9 @@ class _QuestionView:
     def __init__(self, question: Question, report: Report) -> None:
         self.question, self._confidence = question, report.confidence
         self.anchor = f"q{question.number}"
-        scale = figures.whisker_scale([*question.helpful, *question.harmful])
+        scale = figures.whisker_scale(
+            (e.score, e.low, e.high) for e in (*question.helpful, *question.harmful)
+        )
         self.axis = figures.whisker_axis(scale)
         self.helpful = [_item(e, f"{self.anchor}-t{e.index}", scale) for e in question.helpful]
         twice = {e.index for e in question.helpful}
@@ -152,7 +155,8 @@ class _QuestionView:
         """All scores, as a figure."""
         question, known = self.question, self._half_widths[np.isfinite(self._half_widths)]
         noise = float(np.median(known)) if known.size else math.nan
-        return figures.histogram(question.scores, noise, helpful=question.helpful, harmful=question.harmful)
+        helpful, harmful = ([e.score for e in end] for end in (question.helpful, question.harmful))
+        return figures.histogram(question.scores, noise, helpful=helpful, harmful=harmful)
 
 
 def _item(
@@ -190,7 +194,7 @@ def _item(
         value=entry.score,
         score=score,
         interval=ends,
-        whisker=figures.whisker(entry, scale),
+        whisker=figures.whisker(entry.score, entry.low, entry.high, scale),
         keys={
             "effect": entry.effect,
             "baseline": "" if entry.baseline is None else entry.baseline,
