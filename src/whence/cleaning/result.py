@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.attribution.contents import write_page
+from whence.attribution.page import checked_file, write_page
 from whence.attribution.ranking import import_pandas
 from whence.cleaning.page import render
 from whence.errors import OptionError, RunDirectoryError
@@ -247,11 +247,7 @@ class Cleaning:
 
         Cells that a spreadsheet would take for a formula begin with an apostrophe; see `safe_cell`.
         """
-        target = Path(path)
-        if target.is_dir():
-            raise OptionError(
-                f"{target} is a directory; give the file's name too, such as {target / 'clean.csv'}"
-            )
+        target = checked_file(path, "clean.csv")
 
         def write(temporary: Path) -> None:
             # Half of a surrogate pair, as some decoders produce, cannot be written: shown as unreadable.
