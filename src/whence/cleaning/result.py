@@ -233,10 +233,13 @@ class Cleaning:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One for each example, the most suspicious first, with the columns of the CSV file."""
-        names = _COLUMNS if self.harm is None else (*_COLUMNS, *_HARM_COLUMNS)
         for rank, position in enumerate(self.order.tolist(), start=1):
             suspect = self._suspect(rank, position)
-            yield {name: getattr(suspect, name) for name in names}
+            yield {name: getattr(suspect, name) for name in self._columns}
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        return _COLUMNS if self.harm is None else (*_COLUMNS, *_HARM_COLUMNS)
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` of all examples, the most suspicious first."""
@@ -252,8 +255,7 @@ class Cleaning:
         def write(temporary: Path) -> None:
             # Half of a surrogate pair, as some decoders produce, cannot be written: shown as unreadable.
             with temporary.open("w", encoding="utf-8", errors="replace", newline="") as file:
-                names = _COLUMNS if self.harm is None else (*_COLUMNS, *_HARM_COLUMNS)
-                table = csv.DictWriter(file, names)
+                table = csv.DictWriter(file, self._columns)
                 table.writeheader()
                 for row in self.rows():
                     table.writerow({name: safe_cell(value) for name, value in row.items()})

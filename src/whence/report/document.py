@@ -139,7 +139,7 @@ def document(
 
     Args:
         template: its name in ``templates/``.
-        report: what the page shows.
+        report: what the page says of itself.
         reproduce: what the page offers to copy, beside settings and versions.
         values: what else the template uses.
     """
