@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,7 @@ from whence.units import format_duration
 
 __all__ = ["Item", "Page", "Token", "document", "shade", "words_to_filter"]
 
+MOST_WORDS = 40  # to choose from, where a list can be filtered
 LEVELS = 10  # depths of shading, each a class in style.css: the page's policy allows no inline styles
 
 
@@ -34,12 +35,10 @@ class Page:
     """What every page says of itself.
 
     Attributes:
-        title: heading.
         num_examples: training examples in all; ``num_scored`` of them were scored.
         not_scored: in words, what was left out and why; empty where everything was scored.
         score_method: how scores were computed, in words.
-        settings: what reproduces the run: name -> value.
-        versions: name -> version.
+        settings, versions: what reproduces the run: name -> value.
         seconds: phase -> duration.
     """
 
@@ -49,8 +48,8 @@ class Page:
     not_scored: str
     score_method: str
     settings: Mapping[str, str]
-    versions: Mapping[str, str] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str]
+    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,10 @@ class Item:
 
     Attributes:
         index: its position in the training data.
-        rank: its place, as the list counts.
         anchor: its address on the page.
-        exhibit: what to show of it.
         value: its score; ``score`` and ``interval`` are what stands on the page, ``whisker`` the figure of both.
         keys: what else the list can be sorted and filtered by, under the names that ``lists.js`` knows.
         lines: further numbers: each a name, a text, and what to show at the pointer (nothing if empty).
-        tokens: the text, shaded.
         tied: whether it could change places with the next.
         disagrees: whether the model says something else than the label.
     """
@@ -127,9 +123,9 @@ def shade(exhibit: Exhibit, scores: Sequence[float] | None) -> tuple[Token, ...]
     return tuple(tokens)
 
 
-def words_to_filter(words: Iterable[str | None], most: int = 40) -> list[str]:
+def words_to_filter(words: Iterable[str | None]) -> list[str]:
     """What to offer where a list can be filtered by words."""
-    return sorted({word for word in words if word})[:most]
+    return sorted({word for word in words if word})[:MOST_WORDS]
 
 
 def document(
