@@ -105,12 +105,13 @@ def sample(
     errors[-1] *= others.pop("noise", 1.0)
     baseline = scores * rng.uniform(0.3, 3.0, size=scores.shape) + rng.normal(size=scores.shape)
     result = solved(count)
-    spectrum = replace(
-        result.solve.plan.spectrum,
-        trace=Estimate(5231.4, 61.7),
-        lambda_max=Estimate(251.2, 3.1),
-        eigenvalues=torch.tensor(250.0 * np.arange(1, 81) ** -1.1 * np.exp(0.05 * rng.normal(size=80))),
-    )
+    curvature: dict[str, Any] = {
+        "trace": Estimate(5231.4, 61.7),
+        "lambda_max": Estimate(251.2, 3.1),
+        "eigenvalues": torch.tensor(250.0 * np.arange(1, 81) ** -1.1 * np.exp(0.05 * rng.normal(size=80))),
+        **others.pop("spectrum", {}),
+    }
+    spectrum = replace(result.solve.plan.spectrum, **curvature)
     plan = replace(result.solve.plan, damping=2.51, step_size=0.00387, batch_size=46, spectrum=spectrum)
     solve: dict[str, Any] = {
         "residual": torch.full((count,), 0.083),
@@ -307,6 +308,7 @@ def hostile_report() -> Attribution:
         exhibits={0: hostile, 1: mixed, 2: wide, 4: Exhibit(id="not a number")},
         token_scores={(0, 0): (1.0, -2.0, float("nan"), 0.5, 0.1, 0.2, 0.3)},
         solve=fared,
+        spectrum={"eigenvalues": torch.tensor([1.0, -1e-9, torch.nan, 0.0])},
         not_scored=BREAKOUT,
         settings={SCRIPT: BREAKOUT, "lone": "\ud800"},
         validation=checks,
