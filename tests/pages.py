@@ -1,17 +1,24 @@
-"""Sample reports: a language model's with scores per token, an image classifier's, and one with hostile data."""
+"""Sample results: a language model's with scores per token, an image classifier's, and one with hostile data."""
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
 import zlib
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from whence.exhibit import Exhibit
-from whence.report import Entry, Question, Report, Trust
+from whence import Attribution, Classification, Exhibit, attribute
+from whence.attribution import Row
+from whence.attribution.page import SHOWN
 from whence.report.checks import Check, Comparison, Validation
+from whence.spectrum import Estimate
 
 SCRIPT = "<script>document.title = 'broken in'</script>"
 BREAKOUT = f"</style></script></textarea>--><img src=x onerror=\"document.title='broken in'\">{SCRIPT}"
@@ -70,23 +77,7 @@ def digit(kind: int, rng: np.random.Generator) -> bytes:
     return png(255 - 255 * image)
 
 
-def entry(rank: int, index: int, score: float, error: float, total: int, **others: Any) -> Entry:
-    """An entry whose interval is two errors wide on either side."""
-    low, high = score - 2 * error, score + 2 * error
-    return Entry(
-        rank,
-        index,
-        score,
-        low,
-        high,
-        score / total,
-        low / total,
-        high / total,
-        **{"separated": True, **others},
-    )
-
-
-def paths(rng: np.random.Generator, start: float, end: float, steps: int = 900) -> np.ndarray:
+def paths(rng: np.random.Generator, start: float = 40.0, end: float = 4.2, steps: int = 900) -> np.ndarray:
     """Four chains that fall from ``start`` and wander about ``end``."""
     decay = np.exp(-np.arange(steps) / (steps / 9))
     noise = np.zeros((4, steps))
@@ -95,83 +86,75 @@ def paths(rng: np.random.Generator, start: float, end: float, steps: int = 900) 
     return end + (start - end) * decay + noise
 
 
-def question(
-    number: int,
-    exhibit: Exhibit,
-    exhibits: list[Exhibit],
-    rng: np.random.Generator,
-    *,
-    total: int = 2000,
-    top: int = 6,
-    **others: Any,
-) -> Question:
-    """A question with heavy-tailed scores, whose ``2 * top`` extremes show ``exhibits`` in turn."""
-    scores = rng.standard_t(3, size=total) * 2.0
-    stderr = (0.3 + 0.06 * abs(scores)) * rng.uniform(0.7, 1.4, size=total)
-    baseline = scores * rng.uniform(0.3, 3.0, size=total) + rng.normal(size=total)
-    order, by_baseline = np.argsort(-scores), np.argsort(-baseline)
-    place = np.empty(total, dtype=int)
-    place[by_baseline] = np.arange(1, total + 1)
+@functools.cache
+def solved(queries: int) -> Attribution:
+    """A real result, whose numbers the samples replace by their own."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3).eval()
+    train = [(torch.randn(2), i % 3) for i in range(30)]
+    return attribute(model, train, train[:queries], task=Classification(), solver="lissa", damping=1.0)
 
-    def build(rank: int, index: int, follower: int) -> Entry:
-        shown = exhibits[index % len(exhibits)]
-        gap = abs(scores[index] - scores[follower])
-        weights = None
-        if shown.tokens:
-            raw = rng.gamma(0.4, size=len(shown.tokens)) * rng.choice([1, 1, 1, -0.5], size=len(shown.tokens))
-            weights = tuple((raw / max(raw.sum(), 0.3 * abs(raw).sum()) * scores[index]).tolist())
-        return entry(
-            rank,
-            int(index),
-            float(scores[index]),
-            float(stderr[index]),
-            total,
-            separated=bool(gap > 2 * np.hypot(stderr[index], stderr[follower])),
-            baseline=float(baseline[index]),
-            baseline_rank=int(place[index]),
-            exhibit=shown,
-            token_scores=weights,
-        )
 
+def sample(
+    queries: Sequence[Exhibit], shown: Sequence[Exhibit], rng: np.random.Generator, **others: Any
+) -> Attribution:
+    """A result with heavy-tailed scores, whose examples show these exhibits in turn. The last question is noisier."""
+    count, total = len(queries), others.pop("total", 2000)
+    scores = 2.0 * rng.standard_t(3, size=(count, total))
+    errors = (0.1 + 0.02 * abs(scores)) * rng.uniform(0.7, 1.4, size=(count, total))
+    errors[-1] *= others.pop("noise", 1.0)
+    baseline = scores * rng.uniform(0.3, 3.0, size=scores.shape) + rng.normal(size=scores.shape)
+    result = solved(count)
+    curvature: dict[str, Any] = {
+        "trace": Estimate(5231.4, 61.7),
+        "lambda_max": Estimate(251.2, 3.1),
+        "eigenvalues": torch.tensor(250.0 * np.arange(1, 81) ** -1.1 * np.exp(0.05 * rng.normal(size=80))),
+        **others.pop("spectrum", {}),
+    }
+    spectrum = replace(result.solve.plan.spectrum, **curvature)
+    plan = replace(result.solve.plan, damping=2.51, step_size=0.00387, batch_size=46, spectrum=spectrum)
+    solve: dict[str, Any] = {
+        "residual": torch.full((count,), 0.083),
+        "residual_stderr": torch.full((count,), 0.011),
+        "converged": torch.ones(count, dtype=torch.bool),
+        "paths": torch.tensor(np.stack([paths(rng) for _ in queries], axis=-1)),
+        "events": (),
+        **others.pop("solve", {}),
+    }
     values: dict[str, Any] = {
-        "helpful": tuple(build(r + 1, order[r], order[r + 1]) for r in range(top)),
-        "harmful": tuple(build(r + 1, order[-r - 1], order[-r - 2]) for r in range(top)),
-        "by_baseline": tuple(build(r + 1, by_baseline[r], by_baseline[r + 1]) for r in range(3)),
-        "residual": 0.083,
-        "residual_stderr": 0.011,
-        "converged": True,
-        "agreement": 0.987,
-        "paths": paths(rng, 40.0, 4.2),
-        "loss": 1.374,
+        "title": "Which passages taught the model about context managers?",
+        "chain_scores": torch.tensor(scores + 2 * errors * rng.normal(size=(4, count, total))),
+        "indices": torch.arange(total),
+        "terms": torch.ones(total, dtype=torch.long),
+        "num_examples": total,
+        "num_terms": total,
+        "dot_products": torch.tensor(baseline),
+        "query_losses": torch.full((count,), 1.374),
+        "solve": replace(result.solve, plan=plan, **solve),
+        "queries": tuple(queries),
+        "exhibits": {index: shown[index % len(shown)] for index in range(total)},
+        "settings": {"model": "a 6-layer transformer", "damping": "lambda_max / 100", "seed": "0"},
+        "versions": {"whence": "0.1.0", "torch": "2.6.0", "python": "3.11.7"},
+        "seconds": {"spectrum": 41.2, "solve": 612.9, "scores": 7401.0},
         **others,
     }
-    return Question(
-        number=number, exhibit=exhibit, indices=np.arange(total), scores=scores, stderr=stderr, **values
-    )
+    made = replace(result, **values)
+    shares = {}
+    for q in range(count):
+        for row in (*made.top(SHOWN, query=q), *made.top(SHOWN, query=q, harmful=True)):
+            pieces = len(made.exhibits.get(row.index, Exhibit()).tokens or ())
+            if pieces:
+                raw = rng.gamma(0.4, size=pieces) * rng.choice([1, 1, 1, -0.5], size=pieces)
+                shares[q, row.index] = tuple(
+                    (raw / max(raw.sum(), 0.3 * abs(raw).sum()) * row.score).tolist()
+                )
+    return replace(made, token_scores={**shares, **made.token_scores})
 
 
-def trust(rng: np.random.Generator, *, term: str = "token", events: tuple[str, ...] = ()) -> Trust:
-    return Trust(
-        spectrum={
-            "trace": (5231.4, 61.7),
-            "frobenius": (412.0, 9.3),
-            "lambda_max": (251.2, 3.1),
-            "sampling_constant": (1.84, 0.12),
-        },
-        eigenvalues=250.0 * np.arange(1, 81) ** -1.1 * np.exp(0.05 * rng.normal(size=80)),
-        plan={
-            "damping": 2.51,
-            "step_size": 0.00387,
-            "batch_size": 46,
-            "num_steps": 206,
-            "chains": 4,
-            "constant": 2.0,
-        },
-        events=events,
-        term=term,
-        num_products=832,
-        num_term_products=39_376,
-    )
+def ends(result: Attribution, q: int) -> tuple[list[Row], list[Row]]:
+    """The rows that a question's page has, helpful and harmful."""
+    helpful, harmful = (result.top(SHOWN, query=q, harmful=harmful) for harmful in (False, True))
+    return [row for row in helpful if row.score > 0], [row for row in harmful if row.score < 0]
 
 
 def validation(rng: np.random.Generator, *, sign: float = 1.0, queries: int = 2) -> Validation:
@@ -212,29 +195,8 @@ def validation(rng: np.random.Generator, *, sign: float = 1.0, queries: int = 2)
     return Validation("0123456789abcdef", checks, tuple(comparisons))
 
 
-def report(questions: tuple[Question, ...], evidence: Trust, **others: Any) -> Report:
-    values: dict[str, Any] = {
-        "title": "Which passages taught the model about context managers?",
-        "confidence": 0.95,
-        "num_examples": 2000,
-        "num_scored": 2000,
-        "not_scored": "",
-        "score_method": "Products of every example's gradient with u, by central differences.",
-        "settings": {
-            "model": "a 6-layer transformer",
-            "damping": "lambda_max / 100",
-            "seed": "0",
-            "queries": "3",
-        },
-        "versions": {"whence": "0.1.0", "torch": "2.6.0", "python": "3.11.7"},
-        "seconds": {"spectrum": 41.2, "solve": 612.9, "scores": 7401.0},
-        **others,
-    }
-    return Report(questions=questions, trust=evidence, **values)
-
-
-def text_report(**others: Any) -> Report:
-    """A language model's report: three questions, one of them not converged, texts shaded by token."""
+def text_report(**others: Any) -> Attribution:
+    """A language model's result: three questions, one of them not converged, texts shaded by token."""
     rng = np.random.default_rng(0)
     exhibits = [
         Exhibit(
@@ -259,17 +221,19 @@ def text_report(**others: Any) -> Report:
         ),
         Exhibit(prompt="Loops over a sequence are written with", text=" the while keyword."),
     ]
-    questions = tuple(question(k, query, exhibits, rng) for k, query in enumerate(queries[:2]))
-    poor = question(
-        2, queries[2], exhibits, rng, converged=False, residual=0.91, residual_stderr=0.2, agreement=0.31
-    )
     event = "Chain 1 diverged after 12 steps: the batch was too small. Starting again with |B| = 46."
-    values = {"validation": validation(rng, sign=-1.0, queries=3), **others}
-    return report((*questions, poor), trust(rng, events=(event,)), **values)
+    fared = {
+        "residual": torch.tensor([0.083, 0.083, 0.91]),
+        "converged": torch.tensor([True, True, False]),
+        "events": (event,),
+    }
+    checked = validation(np.random.default_rng(2), sign=-1.0, queries=3)
+    values = {"num_terms": 2000 * 20, "noise": 20.0, "solve": fared, "validation": checked, **others}
+    return sample(queries, exhibits, rng, **values)
 
 
-def image_report(**others: Any) -> Report:
-    """An image classifier's report: two questions over small grey images, without events."""
+def image_report(**others: Any) -> Attribution:
+    """An image classifier's result: two questions over small grey images, without events."""
     rng = np.random.default_rng(1)
     names = ("zero", "one", "eight")
     exhibits = [
@@ -286,19 +250,19 @@ def image_report(**others: Any) -> Report:
         Exhibit(id="test/0017.png", image=digit(2, rng), label="eight", prediction="zero (61%)"),
         Exhibit(id="test/0101.png", image=digit(1, rng), label="one", prediction="one (98%)"),
     ]
-    questions = tuple(question(k, query, exhibits, rng, total=1200, top=8) for k, query in enumerate(queries))
     values = {
+        "total": 1200,
         "title": "What made the model read this eight as a zero?",
         "num_examples": 1500,
-        "num_scored": 1200,
+        "num_terms": 1500,
         "not_scored": "The 300 validation images were left out: the model was not trained on them.",
-        "validation": validation(rng),
+        "validation": validation(np.random.default_rng(3)),
         **others,
     }
-    return report(questions, trust(rng, term="example"), **values)
+    return sample(queries, exhibits, rng, **values)
 
 
-def hostile_report() -> Report:
+def hostile_report() -> Attribution:
     """Data that try to break the page: markup, scripts, controls, both directions of writing, missing values."""
     hostile = Exhibit(
         id=f"{BREAKOUT}\0",
@@ -310,41 +274,15 @@ def hostile_report() -> Report:
     )
     mixed = Exhibit(id=HEBREW, text=f"{HEBREW}\n{ARABIC} \u202eoverride", label=ARABIC, note="right to left")
     wide = Exhibit(id=LONG_WORD, text=f"{LONG_WORD}\0\x1b\x07\x9b", label="long", image=b"no image at all")
-    entries = (
-        entry(
-            1, 0, 3.0, 0.1, 10, exhibit=hostile, token_scores=(1.0, -2.0, float("nan"), 0.5, 0.1, 0.2, 0.3)
-        ),
-        entry(2, 1, 2.5, 0.1, 10, exhibit=mixed, separated=False),
-        entry(3, 2, 2.0, 0.0, 10, exhibit=wide),
-        entry(4, 3, 1.0e-9, 1e-10, 10),
-        entry(5, 4, float("nan"), float("nan"), 10, exhibit=Exhibit(id="not a number")),
-    )
-    scores = np.array([3.0, 2.5, 2.0, 1e-9, np.nan, -np.inf])
-    one = Question(
-        number=0,
-        exhibit=Exhibit(id=SCRIPT, prompt=HEBREW, text=BREAKOUT, label=SCRIPT, link="data:text/html,x"),
-        loss=float("inf"),
-        helpful=entries,
-        harmful=(entry(1, 0, 3.0, float("inf"), 10, exhibit=hostile),),
-        by_baseline=(),
-        indices=np.arange(6),
-        scores=scores,
-        stderr=np.full(6, np.nan),
-        residual=float("nan"),
-        residual_stderr=float("nan"),
-        converged=False,
-        agreement=float("nan"),
-        paths=np.array([[1.0, np.nan, 2.0], [np.inf, 1.0, 1.0]]),
-    )
-    evidence = Trust(
-        spectrum={"trace": (float("nan"), float("inf")), SCRIPT: (1.0, 0.0)},
-        eigenvalues=np.array([1.0, -1e-9, np.nan, 0.0]),
-        plan={"damping": float("nan"), SCRIPT: 2.0},
-        events=(BREAKOUT,),
-        term=SCRIPT,
-        num_products=0,
-        num_term_products=0,
-    )
+    scores = torch.tensor([3.0, 2.5, 2.0, 1e-9, torch.nan, -torch.inf], dtype=torch.float64)
+    fared = {
+        "residual": torch.tensor([torch.nan]),
+        "residual_stderr": torch.tensor([torch.nan]),
+        "converged": torch.tensor([False]),
+        "paths": torch.tensor([[[1.0], [torch.nan], [2.0]], [[torch.inf], [1.0], [1.0]]]),
+        "events": (BREAKOUT,),
+        "choice": BREAKOUT,
+    }
     odd = Comparison(4, SCRIPT, True, True, (float("nan"),), (1.0,), (float("inf"),), (float("inf"),))
     checks = Validation(
         SCRIPT,
@@ -358,10 +296,19 @@ def hostile_report() -> Report:
         ),
         (odd, Comparison(5, SCRIPT, True, True, (1e-9,), (0.0,), (0.0,), (0.0,))),
     )
-    return report(
-        (one,),
-        evidence,
+    return sample(
+        [Exhibit(id=SCRIPT, prompt=HEBREW, text=BREAKOUT, label=SCRIPT, link="data:text/html,x")],
+        [hostile],
+        np.random.default_rng(0),
+        total=6,
         title=BREAKOUT,
+        chain_scores=torch.stack([0.9 * scores, 1.1 * scores]).unsqueeze(1),
+        dot_products=None,
+        query_losses=torch.tensor([torch.inf]),
+        exhibits={0: hostile, 1: mixed, 2: wide, 4: Exhibit(id="not a number")},
+        token_scores={(0, 0): (1.0, -2.0, float("nan"), 0.5, 0.1, 0.2, 0.3)},
+        solve=fared,
+        spectrum={"eigenvalues": torch.tensor([1.0, -1e-9, torch.nan, 0.0])},
         not_scored=BREAKOUT,
         settings={SCRIPT: BREAKOUT, "lone": "\ud800"},
         validation=checks,

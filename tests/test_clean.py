@@ -25,10 +25,10 @@ from whence import Classification, Cleaning, Exhibit, LanguageModeling, Regressi
 from whence.attribution import load
 from whence.cleaning import load_cleaning
 from whence.cleaning import pipeline as measuring
+from whence.cleaning.page import render
 from whence.cleaning.result import safe_cell
 from whence.cli import app
 from whence.errors import DataError, OptionError, RunDirectoryError
-from whence.report.clean_page import render
 from whence.runs import Run
 
 EXAMPLES = 90
@@ -147,7 +147,7 @@ def test_the_damping_is_attributes_own() -> None:
 def test_a_subset_of_the_terms_and_other_tasks() -> None:
     part = run(spectrum_terms=30)
     assert part.found.bounds.operator_terms == 30
-    assert "30 of 90" in render(part.contents())
+    assert "30 of 90" in render(part)
     assert not torch.equal(part.found.values, finished().found.values)
     torch.manual_seed(0)
     result = clean(nn.Linear(64, 2).eval(), regression(), task=Regression(), rank=8)
@@ -367,9 +367,7 @@ def test_at_least_one_example_is_asked_for() -> None:
 
 
 def test_the_figure_says_what_it_counts() -> None:
-    (figure,) = re.findall(
-        r'<figure class="all-scores">.*?</figure>', render(finished().contents()), flags=re.DOTALL
-    )
+    (figure,) = re.findall(r'<figure class="all-scores">.*?</figure>', render(finished()), flags=re.DOTALL)
     assert "Histogram of 90 values of self-influence, from" in figure
     assert ">self-influence, even near zero, then by powers of ten<" in figure
     counts = re.findall(r"<title>(\d+) with values of self-influence from", figure)

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import pages
 import whence.report
-from whence.attribution.contents import write_page
+from whence.attribution.page import render, write_page
 from whence.errors import OptionError, StorageError
 from whence.report import figures
 from whence.report.formatting import interval
-from whence.report.page import render
 from whence.report.untrusted import href
 
 REPORTS = pages.REPORTS
@@ -106,21 +106,23 @@ def test_intervals_have_the_digits_that_their_width_justifies(
 
 
 def test_a_million_scores_make_no_larger_page() -> None:
-    report = pages.text_report()
-    rng, total = np.random.default_rng(0), 1_000_000
+    few, total = pages.image_report(), 1_000_000
+    scores = torch.tensor(np.random.default_rng(0).standard_t(2, size=(2, total)))
     many = dataclasses.replace(
-        report.questions[0],
-        indices=np.arange(total),
-        scores=rng.standard_t(2, size=total),
-        stderr=np.full(total, 0.1),
+        few,
+        chain_scores=torch.stack([scores - 0.1, scores + 0.1]),
+        indices=torch.arange(total),
+        terms=torch.ones(total, dtype=torch.long),
+        num_examples=total,
+        num_terms=total,
+        dot_products=None,
     )
-    few = render(dataclasses.replace(report, questions=report.questions[:1]))
-    page = render(dataclasses.replace(report, questions=(many,)))
-    assert len(page) < len(few) + 10_000
-    shown = re.search(r'aria-label="Histogram of 1,000,000 scores.*?</svg>', page, flags=re.DOTALL)
-    assert shown is not None
-    counts = [int(n.replace(",", "")) for n in re.findall(r"<title>([\d,]+) with scores", shown[0])]
-    assert sum(counts) == total
+    page = render(many)
+    assert len(page) < len(render(dataclasses.replace(few, dot_products=None))) + 10_000
+    for shown in re.findall(r'aria-label="Histogram of 1,000,000 scores.*?</svg>', page, flags=re.DOTALL):
+        counts = [int(n.replace(",", "")) for n in re.findall(r"<title>([\d,]+) with scores", shown)]
+        assert sum(counts) == total
+    assert page.count("Histogram of 1,000,000 scores") == 2
 
 
 def test_a_path_begins_at_its_first_step() -> None:
@@ -149,21 +151,22 @@ def test_long_paths_are_thinned_out_and_stay_in_place() -> None:
     assert ">step<" in drawn
 
 
-@pytest.mark.parametrize("scores", [[], [0.0, 0.0], [math.nan], [5.0], [-1e-30, 1e30]])
-def test_every_kind_of_scores_is_rendered(scores: list[float]) -> None:
-    report = pages.image_report()
-    one = dataclasses.replace(
-        report.questions[0],
-        helpful=(),
-        harmful=(),
-        by_baseline=(),
-        indices=np.arange(len(scores)),
-        scores=np.array(scores),
-        stderr=np.zeros(len(scores)),
-        paths=None,
+@pytest.mark.parametrize("scores", [[0.0, 0.0], [math.nan], [5.0], [-1e-30, 1e30]])
+@pytest.mark.parametrize("chains", [1, 2])
+def test_every_kind_of_scores_is_rendered(scores: list[float], chains: int) -> None:
+    result = pages.image_report()
+    plan = result.solve.plan
+    plan = dataclasses.replace(plan, spectrum=dataclasses.replace(plan.spectrum, eigenvalues=None))
+    few = dataclasses.replace(
+        result,
+        chain_scores=torch.tensor(scores, dtype=torch.float64).expand(chains, 2, -1),
+        indices=torch.arange(len(scores)),
+        terms=torch.ones(len(scores), dtype=torch.long),
+        dot_products=None,
+        exhibits={},
+        solve=dataclasses.replace(result.solve, plan=plan, paths=torch.ones(chains, 1, 2)),
     )
-    evidence = dataclasses.replace(report.trust, eigenvalues=None, spectrum={}, plan={})
-    assert "<h1" in render(dataclasses.replace(report, questions=(one,), trust=evidence))
+    assert "<h1" in render(few)
 
 
 def test_embedded_json_gives_back_the_settings() -> None:
@@ -235,9 +238,17 @@ def test_comparisons_of_any_number_are_drawn(queries: int) -> None:
 
 
 def test_where_the_model_is_wrong_the_label_is_what_examples_help_or_hurt() -> None:
-    wrong, right = pages.image_report().questions
-    for question, of_what in ((wrong, "the label"), (right, "this")):
-        page = render(dataclasses.replace(pages.image_report(), questions=(question,)))
+    both = pages.image_report()
+    for query, of_what, wrong in ((0, "the label", True), (1, "this", False)):
+        one = slice(query, query + 1)
+        page = render(
+            dataclasses.replace(
+                both,
+                chain_scores=both.chain_scores[:, one],
+                dot_products=None,
+                queries=both.queries[one],
+            )
+        )
         assert f"would be less sure of {of_what}." in page
         assert f"would be surer of {of_what}." in page
-        assert ("those behind the mistake" in page) == (question is wrong)
+        assert ("those behind the mistake" in page) == wrong

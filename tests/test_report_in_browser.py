@@ -16,9 +16,7 @@ import numpy as np
 import pytest
 
 import pages
-from whence.attribution.contents import write_page
-from whence.report.content import Report
-from whence.report.page import render
+from whence.attribution.page import SHOWN, render, write_page
 
 REPORTS = pages.REPORTS
 
@@ -125,36 +123,36 @@ def test_links_beside_a_long_title_stay_on_one_line(visit: Callable[..., Browser
 
 
 def test_sorting_changes_the_order_that_is_seen(visit: Callable[..., Browser]) -> None:
-    report = pages.text_report()
-    one = report.questions[0]
+    result = pages.text_report()
+    helpful, harmful = pages.ends(result, 0)
     page = visit("text")
-    for name, entries in (("helpful", one.helpful), ("harmful", one.harmful)):
+    for name, entries in (("helpful", helpful), ("harmful", harmful)):
         assert shown(page, name) == [f"q0-t{e.index}" for e in entries]
     choose(page, "index")
-    assert shown(page, "helpful") == anchors(one.helpful, lambda e: e.index)
+    assert shown(page, "helpful") == anchors(helpful, lambda e: e.index)
     choose(page, "baseline")
-    assert shown(page, "helpful") == anchors(one.helpful, lambda e: e.baseline, reverse=True)
+    assert shown(page, "helpful") == anchors(helpful, lambda e: e.dot_product, reverse=True)
     choose(page, "score")
-    assert shown(page, "harmful") == anchors(one.harmful, lambda e: e.score, reverse=True)
+    assert shown(page, "harmful") == anchors(harmful, lambda e: e.score, reverse=True)
     choose(page, "effect")
-    assert shown(page, "harmful") == anchors(one.harmful, lambda e: e.effect, reverse=True)
+    assert shown(page, "harmful") == anchors(harmful, lambda e: e.effect, reverse=True)
     button = page.find_element("css selector", "#q0 .direction")
     button.send_keys(" ")  # by keyboard
     assert button.get_attribute("aria-pressed") == "true"
-    assert shown(page, "harmful") == anchors(one.harmful, lambda e: e.effect)
+    assert shown(page, "harmful") == anchors(harmful, lambda e: e.effect)
     choose(page, "id")
-    ids = {f"q0-t{e.index}": e.exhibit.id for e in one.helpful if e.exhibit}
+    ids = {f"q0-t{e.index}": result.exhibits[e.index].id or "" for e in helpful}
     order = [ids[anchor] for anchor in shown(page, "helpful")]
     assert order == sorted(order, reverse=True)
-    assert len(order) == len(one.helpful)
+    assert len(order) == len(helpful)
     button.click()
     choose(page, "")
-    assert shown(page, "helpful") == [f"q0-t{e.index}" for e in one.helpful]
+    assert shown(page, "helpful") == [f"q0-t{e.index}" for e in helpful]
 
 
 def test_filters_leave_what_fits(visit: Callable[..., Browser]) -> None:
-    one = pages.image_report().questions[0]
-    entries = (*one.helpful, *one.harmful)
+    result = pages.image_report()
+    entries = [row for end in pages.ends(result, 0) for row in end]
     page = visit("image")
 
     def seen() -> set[str]:
@@ -179,20 +177,20 @@ def test_filters_leave_what_fits(visit: Callable[..., Browser]) -> None:
     page.find_element("css selector", "#q0 .reset").click()
 
     fill(page, "#q0 .by-word", "FLIPPED")
-    flipped = expected(lambda e: e.exhibit.note is not None)
+    flipped = expected(lambda e: result.exhibits[e.index].note is not None)
     assert 0 < len(flipped) < len(entries)
     assert seen() == flipped
     fill(page, "#q0 .by-word", "no such label")
     assert seen() == set()
     assert page.find_element("css selector", "#q0 .helpful .nothing").is_displayed()
-    assert len(shown(page, "helpful", 1)) == 8  # the other question is as it was
+    assert len(shown(page, "helpful", 1)) == SHOWN  # the other question is as it was
 
 
 def test_search_finds_texts_across_tokens_and_marks_them(visit: Callable[..., Browser]) -> None:
-    report = pages.text_report()
-    entries = [e for q in report.questions for e in (*q.helpful, *q.harmful)]
+    result = pages.text_report()
+    entries = [row for q in range(3) for end in pages.ends(result, q) for row in end]
     term = "Runtime Context"  # two tokens, in other letters
-    matching = [e for e in entries if term.lower() in e.exhibit.text.lower()]  # type: ignore[union-attr]
+    matching = [e for e in entries if term.lower() in (result.exhibits[e.index].text or "").lower()]
     assert 0 < len(matching) < len(entries)
     page = visit("text")
     fill(page, "#search", term)
@@ -206,25 +204,23 @@ def test_search_finds_texts_across_tokens_and_marks_them(visit: Callable[..., Br
     page.find_element("id", "search").send_keys("\ue007")  # Enter leads to the first
     assert page.find_element("css selector", ".entry.current").get_attribute("id") == visible[0]
     page.find_element("id", "search").send_keys("\ue00c")  # Escape gives everything back
-    assert len(shown(page, "helpful")) == len(report.questions[0].helpful)
+    assert len(shown(page, "helpful")) == SHOWN
     assert page.find_element("id", "found").text == ""
 
 
 @pytest.mark.parametrize("term", ["reference/section-1", "data model", "also in the tutorial"])
 def test_search_covers_ids_labels_and_notes(visit: Callable[..., Browser], term: str) -> None:
-    one = pages.text_report().questions[0]
+    result = pages.text_report()
     page = visit("text")
     fill(page, "#search", term)
-    fits = [
-        f"q0-t{e.index}"
-        for e in one.helpful
-        if e.exhibit and term in (*[e.exhibit.id, e.exhibit.label, e.exhibit.note],)
-    ]
+    shows = [(row.index, result.exhibits[row.index]) for row in pages.ends(result, 0)[0]]
+    fits = [f"q0-t{index}" for index, x in shows if term in (x.id, x.label, x.note)]
+    assert fits
     assert shown(page, "helpful") == fits
 
 
 def test_a_link_to_an_entry_leads_there(visit: Callable[..., Browser]) -> None:
-    index = pages.text_report().questions[2].harmful[-1].index
+    index = pages.ends(pages.text_report(), 2)[1][-1].index
     page = visit("text", anchor=f"#q2-t{index}")
     entry = page.find_element("id", f"q2-t{index}")
     assert page.switch_to.active_element == entry
@@ -393,15 +389,15 @@ def test_dark_and_light_by_system_and_by_choice(visit: Callable[..., Browser]) -
 
 
 def test_tokens_are_shaded_and_tell_their_score(visit: Callable[..., Browser]) -> None:
-    report = pages.text_report()
-    top = next(e for e in report.questions[0].helpful if e.token_scores)
-    assert top.token_scores is not None
-    strongest = int(np.argmax(np.abs(top.token_scores)))
+    result = pages.text_report()
+    index = pages.ends(result, 0)[0][0].index
+    token_scores = result.token_scores[0, index]
+    strongest = int(np.argmax(np.abs(token_scores)))
     page = visit("text")
-    tokens = page.find_elements("css selector", f"#q0-t{top.index} .t")
-    assert len(tokens) == len(top.token_scores)
+    tokens = page.find_elements("css selector", f"#q0-t{index} .t")
+    assert len(tokens) == len(token_scores)
     look = tokens[strongest].get_attribute("class")
-    assert look.split()[1] == ("p10" if top.token_scores[strongest] > 0 else "n10")
+    assert look.split()[1] == ("p10" if token_scores[strongest] > 0 else "n10")
     # scrolling hides the tip, and its event comes with the next frame: wait for it, or it may come after the pointer's
     page.execute_async_script(
         "arguments[0].scrollIntoView({block: 'center', behavior: 'instant'});"
@@ -415,16 +411,17 @@ def test_tokens_are_shaded_and_tell_their_score(visit: Callable[..., Browser]) -
     shown_tip = page.find_element("id", "tip")
     assert shown_tip.is_displayed()
     assert shown_tip.text == tip
-    assert tip.replace("−", "-").startswith(f"{top.token_scores[strongest]:+.1f}")
+    assert tip.replace("−", "-").startswith(f"{token_scores[strongest]:+.1f}")
 
 
 def test_long_texts_are_folded_until_asked_for(visit: Callable[..., Browser]) -> None:
-    report = pages.text_report()
+    result = pages.text_report()
     long = [
-        (q.number, e.index)
-        for q in report.questions
-        for e in (*q.helpful, *q.harmful)
-        if e.exhibit and e.exhibit.id == "tutorial/all-of-it"
+        (q, row.index)
+        for q in range(3)
+        for end in pages.ends(result, q)
+        for row in end
+        if result.exhibits[row.index].id == "tutorial/all-of-it"
     ]
     assert long
     number, index = long[0]
@@ -478,11 +475,10 @@ def test_everything_can_be_read_without_scripts(visit: Callable[..., Browser], b
         assert not page.find_element("css selector", ".toolbar").is_displayed()
         assert not page.find_element("css selector", "#q0 .controls").is_displayed()
         text = page.find_element("css selector", "main").text
-        report: Report = pages.text_report()
-        for question in report.questions:
-            assert question.exhibit.prompt is not None
-            assert question.exhibit.prompt in text
-        assert text.count("If removed") >= 36
+        for query in pages.text_report().queries:
+            assert query.prompt is not None
+            assert query.prompt in text
+        assert text.count("If removed") >= 3 * 2 * SHOWN
         assert page.find_elements("css selector", ".folded") == []
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

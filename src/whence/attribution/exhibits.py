@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whence.exhibit import Exhibit
 
-__all__ = ["Describe", "describer", "exhibit_of", "png"]
+__all__ = ["Describe", "class_name", "describer", "exhibit_of", "png"]
 
 #: From an example and its position to what a reader is shown of it.
 Describe = Callable[[Any, int], Exhibit]
@@ -115,5 +115,9 @@ def _name(label: Any, class_names: Sequence[str] | None) -> str | None:
         return None
     if value.is_floating_point():
         return f"{float(value):.4g}"
-    number = int(value)
-    return class_names[number] if class_names is not None and number < len(class_names) else str(number)
+    return class_name(int(value), class_names)
+
+
+def class_name(number: int, names: Sequence[str] | None) -> str:
+    """A class in words where they are known, else its number."""
+    return str(names[number]) if names is not None and number < len(names) else str(number)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from whence.attribution.cost import count_passes, curvature_pays
-from whence.attribution.exhibits import Describe, describer
+from whence.attribution.exhibits import Describe, class_name, describer
 from whence.attribution.job import Candidates, Job, check_own_solver, query_terms, scored_positions
 from whence.attribution.ranking import ends_of_rankings, top_is_separated
 from whence.attribution.result import Attribution, Solve, load
@@ -200,9 +200,8 @@ def _ask(job: Job, position: int) -> tuple[float, Exhibit]:
     if exhibit.prediction is None and isinstance(gnh.task, CategoricalTask) and batch.targets.ndim == 1:
         probabilities = outputs[0].float().softmax(-1)
         best = int(probabilities.argmax())
-        known = job.class_names is not None and best < len(job.class_names)
-        name = job.class_names[best] if known and job.class_names is not None else str(best)
-        exhibit = replace(exhibit, prediction=f"{name} ({float(probabilities[best]):.0%})")
+        said = f"{class_name(best, job.class_names)} ({float(probabilities[best]):.0%})"
+        exhibit = replace(exhibit, prediction=said)
     return loss, exhibit
 
 

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.attribution.contents import contents, write_page
+from whence.attribution.page import render, write_page
 from whence.attribution.ranking import Ranking, Row, import_pandas, rank_examples
 from whence.attribution.scored import Scored
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.report.checks import Validation
-from whence.report.page import render
 from whence.runs import Run, Scalar, check, holds, read
 from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers import Statistics
@@ -283,7 +282,7 @@ class Attribution:
 
     def to_html(self, path: str | Path) -> Path:
         """Write the page: one self-contained file. Returns its path."""
-        return write_page(render(contents(self)), path)
+        return write_page(render(self), path)
 
     def save(self, directory: str | Path) -> Path:
         """Write the result into a directory of its own; `whence.load` reads it back."""

@@ -12,7 +12,7 @@ for. `stderr` is of several chains; the errors of a single one follow from its c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,7 +26,7 @@ from whence.runs import Run
 from whence.scoring import Scorer
 from whence.vectors import ParamVector
 
-__all__ = ["Scores", "directions", "part_of_minute", "score_parts", "token_shares"]
+__all__ = ["Scores", "directions", "keep_parts", "part_of_minute", "score_parts", "token_shares"]
 
 #: A part should take about this many flops: a minute or so on a few cores.
 _FLOPS_PER_PART = 2e12
@@ -154,20 +154,41 @@ def score_parts(
         PartSize,
         lambda: PartSize(part_size or part_of_minute(scorer.cost, scorer.gnh.micro_batch)),
     )
-    done = []
-    with ticker("scoring training examples", len(positions)) as tick:
-        for number, part in enumerate(positions.split(size.examples)):
+    compute = partial(_score_part, scorer, chains, queries)
+    parts = keep_parts(run, name, positions, size.examples, compute, saying="scoring training examples")
+    return replace(Scores.join([Scores.from_columns(part) for part in parts]), method=scorer.describe())
+
+
+def keep_parts(
+    run: Run,
+    name: str,
+    positions: Tensor,
+    size: int,
+    compute: Callable[[Tensor, Callable[[], None]], dict[str, np.ndarray]],
+    *,
+    saying: str,
+) -> Iterator[dict[str, np.ndarray]]:
+    """A pass over examples, part by part, as tables; parts that the run has are read.
+
+    Args:
+        run: keeps the parts.
+        name: of the artifacts.
+        positions: of the examples.
+        size: examples in a part.
+        compute: from the positions of a part, and what to call after each, to its table.
+        saying: what the progress bar says.
+    """
+    with ticker(saying, len(positions)) as tick:
+        for number, part in enumerate(positions.split(size)):
             key = f"{name}/part-{number:05d}"
             if run.has(key):
                 for _ in part:
                     tick()
-            compute = partial(_score_part, scorer, part, chains, queries, tick)
-            done.append(Scores.from_columns(run.keep_table(key, compute)))
-    return replace(Scores.join(done), method=scorer.describe())
+            yield run.keep_table(key, partial(compute, part, tick))
 
 
 def _score_part(
-    scorer: Scorer, positions: Tensor, chains: int, queries: int, tick: Callable[[], None]
+    scorer: Scorer, chains: int, queries: int, positions: Tensor, tick: Callable[[], None]
 ) -> dict[str, np.ndarray]:
     rows, lengths = [], []
     for chunk in positions.split(8 * scorer.gnh.micro_batch):

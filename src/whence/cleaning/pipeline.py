@@ -14,15 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whence.attribution.exhibits import Describe, describer
+from whence.attribution.exhibits import Describe, class_name, describer
 from whence.attribution.job import operator_identity, query_terms
 from whence.attribution.pipeline import attribute
 from whence.attribution.scored import half_width
-from whence.attribution.scores import part_of_minute
+from whence.attribution.scores import keep_parts, part_of_minute
 from whence.cleaning.result import Cleaning, Harm
 from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
@@ -31,7 +30,7 @@ from whence.operators import LinearOperator
 from whence.options import CleanOptions, chosen_options, takes
 from whence.preconditioners import LowRank, nystrom
 from whence.preconditioners.low_rank import check_rank
-from whence.progress import Stopwatch, ticker
+from whence.progress import Stopwatch
 from whence.runs import Run, environment, read
 from whence.scoring.cost import count_work
 from whence.scoring.self_influence import (
@@ -142,9 +141,8 @@ def clean(
                 seconds={**clock.seconds, **earlier},
             )
             result = _with_exhibits(result, describer(train, describe, tokenizer, class_names))
-        return run.put(
-            "cleaning", Cleaning, result
-        )  # there may be one of the same numbers, ranked by something else
+        # There may be one of the same numbers, ranked by something else.
+        return run.put("cleaning", Cleaning, result)
 
 
 # --- numbers -------------------------------------------------------------------------------------------------
@@ -152,12 +150,14 @@ def clean(
 
 def measure(run: Run, gnh: GaussNewton, options: CleanOptions) -> Spectrum:
     """The spectrum, which damping follows from."""
-
-    def compute() -> Spectrum:
-        random = options.generator(1)
-        return estimate_spectrum(gnh, generator=random, terms=options.spectrum_terms, measure_constant=False)
-
-    return run.keep("spectrum", Spectrum, compute, operator=gnh)
+    measured = partial(
+        estimate_spectrum,
+        gnh,
+        generator=options.generator(1),
+        terms=options.spectrum_terms,
+        measure_constant=False,
+    )
+    return run.keep("spectrum", Spectrum, measured, operator=gnh)
 
 
 def measure_self_influence(
@@ -192,9 +192,25 @@ def measure_self_influence(
             operator=gnh,
         )
     with clock.phase("examples"):
-        readings = read_parts(run, gnh, P, size.part)
+        parts = keep_parts(
+            run,
+            "readings",
+            torch.arange(len(gnh.terms)),
+            size.part,
+            lambda part, tick: read_examples(gnh, P, part, tick=tick).columns(),
+            saying="self-influence of training examples",
+        )
+        readings = Readings.join([Readings.from_columns(part) for part in parts])
     with clock.phase("scale"):
-        scale = run.keep("scale", Scale, lambda: Scale.of(gnh, P, operator, readings, options), operator=gnh)
+        random, solves = options.generator(13), options.exact_solves
+        scale = run.keep(
+            "scale",
+            Scale,
+            lambda: Scale(
+                calibrate(gnh, P, operator, readings, generator=random, solves=solves) if solves else None
+            ),
+            operator=gnh,
+        )
     found = SelfInfluence.from_readings(
         readings, bounds, scale.calibration, num_terms=gnh.num_terms, damping=P.damping, rank=P.rank
     )
@@ -233,33 +249,6 @@ class Scale:
     """What exact solves say of the approximation, where there were any."""
 
     calibration: Calibration | None
-
-    @staticmethod
-    def of(
-        gnh: GaussNewton, P: LowRank, operator: LinearOperator, readings: Readings, options: CleanOptions
-    ) -> Scale:
-        """Solve for a few examples."""
-        solves = options.exact_solves
-        if solves == 0:
-            return Scale(None)
-        return Scale(calibrate(gnh, P, operator, readings, generator=options.generator(13), solves=solves))
-
-
-def read_parts(run: Run, gnh: GaussNewton, P: LowRank, size: int) -> Readings:
-    """The pass over all examples; parts that the run has are read."""
-    done, positions = [], torch.arange(len(gnh.terms))
-    with ticker("self-influence of training examples", len(positions)) as tick:
-        for number, part in enumerate(positions.split(size)):
-            name = f"readings/part-{number:05d}"
-            if run.has(name):
-                for _ in part:
-                    tick()
-            done.append(Readings.from_columns(run.keep_table(name, partial(_columns, gnh, P, part, tick))))
-    return Readings.join(done)
-
-
-def _columns(gnh: GaussNewton, P: LowRank, part: Tensor, tick: Callable[[], None]) -> dict[str, np.ndarray]:
-    return read_examples(gnh, P, part, tick=tick).columns()
 
 
 # --- harm ----------------------------------------------------------------------------------------------------
@@ -315,8 +304,7 @@ def _words(classes: Tensor, names: Sequence[str] | None) -> tuple[str, ...] | No
     """Classes in words; None where there are none."""
     if bool((classes < 0).any()):
         return None
-    known = () if names is None else names
-    return tuple(str(known[k]) if k < len(known) else str(k) for k in classes.tolist())
+    return tuple(class_name(k, names) for k in classes.tolist())
 
 
 def _with_exhibits(result: Cleaning, show: Callable[[int], Exhibit]) -> Cleaning:

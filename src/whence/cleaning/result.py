@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.attribution.contents import write_page
+from whence.attribution.page import checked_file, write_page
 from whence.attribution.ranking import import_pandas
+from whence.cleaning.page import render
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
-from whence.report.clean_page import MEASURES, CleanReport, Grounds, Suspect, render
 from whence.runs import Scalar, holds, read
 from whence.runs.files import replace_file
 from whence.scoring.self_influence import SelfInfluence
 from whence.spectrum import Estimate
 
-__all__ = ["Cleaning", "Harm", "load_cleaning", "safe_cell"]
+__all__ = ["Cleaning", "Harm", "Suspect", "load_cleaning", "safe_cell"]
 
 _COLUMNS = (
     "index",
@@ -38,6 +38,51 @@ _COLUMNS = (
     "rank",
 )
 _HARM_COLUMNS = ("score", "score_low", "score_high")
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One training example, as every measure sees it.
+
+    Attributes:
+        rank: its place in the list it stands in.
+        index: its position in the training data.
+        id: its name.
+        label: what it is said to be; None where the task has no labels.
+        prediction: what the model says it is, and ``probability`` how sure the model is of that.
+        loss: in nats, and ``loss_rank`` its place by that, the largest first.
+        gradient_norm, gradient_norm_rank: the same for the length of its gradient.
+        self_influence, low, high: with its bounds; ``self_influence_rank`` its place by that.
+        effect: nats by which its own loss would rise if it were left out.
+        score, score_low, score_high: its influence on the given queries together, negative where it harms them, with a
+            95% interval; None where none were given.
+        score_effect: nats by which the queries' losses together would change if it were left out.
+    """
+
+    rank: int
+    index: int
+    id: str
+    label: str | None
+    prediction: str | None
+    probability: float | None
+    loss: float
+    loss_rank: int
+    gradient_norm: float
+    gradient_norm_rank: int
+    self_influence: float
+    low: float
+    high: float
+    self_influence_rank: int
+    effect: float
+    score: float | None = None
+    score_low: float | None = None
+    score_high: float | None = None
+    score_effect: float | None = None
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether the model says something else than the label."""
+        return self.label is not None and self.label != self.prediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,14 +160,14 @@ class Cleaning:
 
     def suspicion(self, by: str | None = None) -> Tensor:
         """What ranks the examples, ``[n]``: the larger, the more suspicious."""
-        measures = {
-            "self-influence": self.found.values,
-            "loss": self.found.losses,
-            "gradient-norm": self.found.norms,
-        }
-        if (by := by or self.by) not in measures:
-            raise OptionError(f"by is {by!r}; it must be one of {', '.join(measures)}")
-        return measures[by]
+        if (by := by or self.by) not in self._measures:
+            raise OptionError(f"by is {by!r}; it must be one of {', '.join(self._measures)}")
+        return self._measures[by]
+
+    @property
+    def _measures(self) -> dict[str, Tensor]:
+        found = self.found
+        return {"self-influence": found.values, "loss": found.losses, "gradient-norm": found.norms}
 
     @cached_property
     def order(self) -> Tensor:
@@ -152,13 +197,9 @@ class Cleaning:
         share = float(found.terms[i]) / found.num_terms
         influence = {}
         if harm is not None:
-            values = (
-                float(harm.scores[i]),
-                float(harm.low[i]),
-                float(harm.high[i]),
-                share * float(harm.scores[i]),
-            )
-            influence = dict(zip(("score", "score_low", "score_high", "score_effect"), values, strict=True))
+            score = float(harm.scores[i])
+            influence = {"score": score, "score_low": float(harm.low[i]), "score_high": float(harm.high[i])}
+            influence["score_effect"] = share * score
         return Suspect(
             rank=rank,
             index=i,
@@ -167,24 +208,24 @@ class Cleaning:
             prediction=None if self.predictions is None else self.predictions[i],
             probability=None if self.predictions is None else float(found.probabilities[i]),
             loss=float(found.losses[i]),
-            loss_rank=self._places["loss"][i],
+            loss_rank=self.places["loss"][i],
             gradient_norm=float(found.norms[i]),
-            gradient_norm_rank=self._places["gradient-norm"][i],
+            gradient_norm_rank=self.places["gradient-norm"][i],
             self_influence=float(found.values[i]),
             low=float(found.low[i]),
             high=float(found.high[i]),
-            self_influence_rank=self._places["self-influence"][i],
+            self_influence_rank=self.places["self-influence"][i],
             effect=share * float(found.values[i]),
             **influence,
         )
 
     @cached_property
-    def _places(self) -> dict[str, list[int]]:
-        """Every example's rank by every measure."""
+    def places(self) -> Mapping[str, list[int]]:
+        """Measure -> every example's rank by it."""
         places = {}
-        for by in MEASURES:
+        for by, values in self._measures.items():
             ranks = torch.empty(len(self.ids), dtype=torch.long)
-            ranks[self.suspicion(by).argsort(descending=True, stable=True)] = torch.arange(1, len(ranks) + 1)
+            ranks[values.argsort(descending=True, stable=True)] = torch.arange(1, len(ranks) + 1)
             places[by] = ranks.tolist()
         return places
 
@@ -192,10 +233,13 @@ class Cleaning:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One for each example, the most suspicious first, with the columns of the CSV file."""
-        names = _COLUMNS if self.harm is None else (*_COLUMNS, *_HARM_COLUMNS)
         for rank, position in enumerate(self.order.tolist(), start=1):
             suspect = self._suspect(rank, position)
-            yield {name: getattr(suspect, name) for name in names}
+            yield {name: getattr(suspect, name) for name in self._columns}
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        return _COLUMNS if self.harm is None else (*_COLUMNS, *_HARM_COLUMNS)
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` of all examples, the most suspicious first."""
@@ -206,17 +250,12 @@ class Cleaning:
 
         Cells that a spreadsheet would take for a formula begin with an apostrophe; see `safe_cell`.
         """
-        target = Path(path)
-        if target.is_dir():
-            raise OptionError(
-                f"{target} is a directory; give the file's name too, such as {target / 'clean.csv'}"
-            )
+        target = checked_file(path, "clean.csv")
 
         def write(temporary: Path) -> None:
             # Half of a surrogate pair, as some decoders produce, cannot be written: shown as unreadable.
             with temporary.open("w", encoding="utf-8", errors="replace", newline="") as file:
-                names = _COLUMNS if self.harm is None else (*_COLUMNS, *_HARM_COLUMNS)
-                table = csv.DictWriter(file, names)
+                table = csv.DictWriter(file, self._columns)
                 table.writeheader()
                 for row in self.rows():
                     table.writerow({name: safe_cell(value) for name, value in row.items()})
@@ -226,54 +265,7 @@ class Cleaning:
 
     def to_html(self, path: str | Path) -> Path:
         """Write the page: one self-contained file. Returns its path."""
-        return write_page(render(self.contents()), path, example="clean.html")
-
-    def contents(self) -> CleanReport:
-        """What the page shows."""
-        suspects = self.top(self.shown)
-        others = {by: places for by, places in self._places.items() if by != self.by}
-        return CleanReport(
-            title=self.title,
-            by=self.by,
-            suspects=tuple(suspects),
-            harmful=() if self.harm is None else tuple(self.most_harmful(self.shown)),
-            queries=0 if self.harm is None else self.harm.queries,
-            exhibits=self.exhibits,
-            values=self.found.values.numpy(),
-            overlaps={
-                by: sum(places[suspect.index] <= len(suspects) for suspect in suspects)
-                for by, places in others.items()
-            },
-            grounds=self._grounds(),
-            notes=self.notes,
-            num_examples=len(self.ids),
-            num_scored=len(self.ids),
-            not_scored="",
-            score_method="One backward per example gives its products with the directions of the approximation, and "
-            "the length of its gradient; one forward its loss.",
-            settings={name: str(value) for name, value in self.settings.items()},
-            versions=self.versions,
-            seconds=self.seconds,
-        )
-
-    def _grounds(self) -> Grounds:
-        found, bounds, scale = self.found, self.found.bounds, self.found.calibration
-        return Grounds(
-            damping=found.damping,
-            lambda_max=(self.lambda_max.value, self.lambda_max.stderr),
-            rank=found.rank,
-            smallest=bounds.smallest,
-            largest=bounds.largest,
-            confidence=bounds.confidence,
-            scale=None if scale is None else (scale.value, scale.stderr),
-            spread=0.0 if scale is None else scale.spread,
-            probes=0 if scale is None else scale.solves,
-            operator_terms=bounds.operator_terms,
-            num_terms=found.num_terms,
-            term=self.term,
-            problems=bounds.problems,
-            num_products=found.rank + bounds.num_products + (0 if scale is None else scale.num_products),
-        )
+        return write_page(render(self), path, example="clean.html")
 
 
 def safe_cell(value: Any) -> Any:

@@ -15,9 +15,9 @@ from whence.attribution import Attribution, Row
 from whence.attribution.cost import Forecast
 from whence.attribution.sweep import DampingForecast
 from whence.cleaning import Cleaning
+from whence.cleaning.result import Suspect
 from whence.cli.outcome import out, tell
 from whence.exhibit import Exhibit
-from whence.report.clean_page import Suspect
 from whence.report.formatting import brief, shorten
 from whence.solvers.auto import Choice, relative_error
 from whence.solvers.plan import Plan

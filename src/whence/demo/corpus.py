@@ -29,14 +29,7 @@ _SENTENCE_END = re.compile(r"(?<=[.:;])\s+")
 
 @dataclass(frozen=True)
 class Passage:
-    """Some sentences of one topic.
-
-    Attributes:
-        name: ``topic[k]``.
-        topic: the document that it is from.
-        text: as the model saw it.
-        input_ids: its tokens, the start token first.
-    """
+    """Some sentences of one topic, named ``topic[k]``; ``input_ids`` begin with the start token."""
 
     name: str
     topic: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from whence.attribution import Attribution, attribute
 from whence.attribution.exhibits import png
 from whence.exhibit import Exhibit
 from whence.progress import track
+from whence.sources.examples import ListedExamples
 from whence.tasks import Classification
 
 __all__ = ["DigitsDemo", "attribute_digits", "load_digits_with_flipped_labels", "train_digits"]
@@ -42,11 +43,10 @@ class Digits:
         return self.train.tensors[1] != self.true_labels
 
     def exhibit(self, example: Any, index: int) -> Exhibit:
-        """The picture, its label, and whether that is wrong."""
-        x, y = example
-        wrong = int(y) != int(self.true_labels[index])
+        """A training image, its label, and whether that is wrong."""
+        wrong = bool(self.flipped[index])
         note = f"label flipped: it is a {int(self.true_labels[index])}" if wrong else None
-        return Exhibit(id=f"train {index}", image=picture(x), label=str(int(y)), note=note)
+        return _exhibit(f"train {index}", example, note)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class DigitsDemo:
         harm: nats that the misread images would gain without each training image, added up over those that it
             harms: the demo's own aggregate.
         train_losses: of the training images, the plain baseline for finding wrong labels.
-        queries: which test images were asked about.
     """
 
     result: Attribution
@@ -68,7 +67,6 @@ class DigitsDemo:
     accuracy: float
     harm: Tensor
     train_losses: Tensor
-    queries: list[int]
 
     @property
     def found(self) -> float:
@@ -127,10 +125,12 @@ def attribute_digits(run_dir: Path | None = None) -> DigitsDemo:
         guesses = model(x).argmax(1)
     misread = (guesses != y).nonzero().flatten()
     queries = misread[losses[misread].argsort(descending=True)][:QUERIES].tolist()
+    asked = "the question: what helps and hurts its true label?"
+    shown = [_exhibit(f"test {i}", digits.test[i], asked) for i in queries]
     result = attribute(
         model,
         digits.train,
-        _Questions(digits.test, queries),
+        ListedExamples([digits.test[i] for i in queries], name="test", exhibits=shown),
         task=Classification(),
         describe=digits.exhibit,
         title="What made the model misread these digits?",
@@ -141,27 +141,10 @@ def attribute_digits(run_dir: Path | None = None) -> DigitsDemo:
         train_x, train_y = digits.train.tensors
         train_losses = nn.functional.cross_entropy(model(train_x), train_y, reduction="none")
     harm = (-result.effects).clamp_min(0).sum(0)
-    return DigitsDemo(result, digits, accuracy, harm, train_losses, queries)
+    return DigitsDemo(result, digits, accuracy, harm, train_losses)
 
 
-class _Questions:
-    """Some of the test images, with their pictures."""
-
-    def __init__(self, data: TensorDataset, indices: list[int]) -> None:
-        self._data, self._indices = data, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, position: int) -> Any:
-        return self._data[self._indices[position]]
-
-    def exhibit(self, position: int) -> Exhibit:
-        x, y = self[position]
-        shown = Exhibit(id=f"test {self._indices[position]}", image=picture(x), label=str(int(y)))
-        return replace(shown, note="the question: what helps and hurts its true label?")
-
-
-def picture(x: Tensor) -> bytes | None:
+def _exhibit(name: str, example: Any, note: str | None) -> Exhibit:
     """Dark ink on white paper."""
-    return png(1 - x.reshape(8, 8))
+    x, y = example
+    return Exhibit(id=name, image=png(1 - x.reshape(8, 8)), label=str(int(y)), note=note)

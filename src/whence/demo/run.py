@@ -7,6 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from whence.errors import OptionError
+from whence.libraries import load_library
+from whence.report.formatting import shorten
 
 __all__ = ["run_demo"]
 
@@ -15,17 +17,11 @@ def run_demo(part: str, output: Path) -> None:
     """Run ``digits``, ``text`` or ``all``; write pages into ``output`` and print what was found."""
     if part not in ("digits", "text", "all"):
         raise OptionError(f"there is no demo {part!r}; say digits, text or all")
-    try:
-        import sklearn  # noqa: F401
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise OptionError(f'{error}; install the demo: pip install "whence[demo]"') from error
+    for library in ("sklearn", "transformers"):
+        load_library(library, "demo", "for the demonstrations")
     console = Console(highlight=False)
-    pages = []
-    if part in ("digits", "all"):
-        pages.append(_digits(console, output))
-    if part in ("text", "all"):
-        pages.append(_text(console, output))
+    parts = {"digits": _digits, "text": _text}
+    pages = [show(console, output) for name, show in parts.items() if part in (name, "all")]
     console.rule("Pages")
     for page in pages:
         console.print(str(page.resolve()), soft_wrap=True)
@@ -42,7 +38,7 @@ def _digits(console: Console, output: Path) -> Path:
         f"A small network reads {found.accuracy:.1%} of {len(found.digits.test)} test digits. {int(flipped.sum())} of "
         f"its {len(flipped)} training labels were flipped, and it was not told which."
     )
-    for q in range(min(3, len(found.queries))):
+    for q in range(min(3, len(result.queries))):
         exhibit = result.queries[q]
         console.print(
             f"\n[bold]{exhibit.id}[/]: a {exhibit.label}, read as {exhibit.prediction}. Most harmful:"
@@ -52,12 +48,10 @@ def _digits(console: Console, output: Path) -> Path:
             note = f"  [red]{shown.note}[/]" if shown.note else ""
             console.print(
                 f"  {shown.id:>10}, labelled {shown.label}: score {row.score:8.1f}  "
-                f"[{row.low:.1f}, {row.high:.1f}]  removal {row.effect:+.3f} nats{note}".replace(
-                    " [", " \\[", 1
-                )
+                f"\\[{row.low:.1f}, {row.high:.1f}]  removal {row.effect:+.3f} nats{note}"
             )
     console.print(
-        f"\nOver all {len(found.queries)} misread images together, the 10% most harmful training images hold "
+        f"\nOver all {len(result.queries)} misread images together, the 10% most harmful training images hold "
         f"[bold]{found.found:.0%}[/] of the flipped labels (the 10% with the largest training loss: "
         f"{found.found_by_loss:.0%})."
     )
@@ -75,29 +69,23 @@ def _text(console: Console, output: Path) -> Path:
         f"A two-layer Llama ({found.num_parameters:,} parameters) read Python's language reference: "
         f"{result.num_examples:,} passages of {found.num_topics} topics."
     )
+    marks = {True: "[green]✓[/]", False: "[red]✗[/]"}
     for q, question in enumerate(found.questions):
         row = result.top(1, query=q)[0]
         passage = found.passages[row.index]
-        mark = "[green]✓[/]" if found.right[q] else "[red]✗[/]"
         console.print(f"\n{question.prompt}[bold]{question.completion}[/]")
         console.print(
-            f"  {mark} influence    [bold]{passage.topic}[/]: score {row.score:.3g} \\[{row.low:.3g}, {row.high:.3g}], "
-            f"removal {row.effect:+.2g} nats"
+            f"  {marks[found.right[q]]} influence    [bold]{passage.topic}[/]: score {row.score:.3g} "
+            f"\\[{row.low:.3g}, {row.high:.3g}], removal {row.effect:+.2g} nats"
         )
-        console.print(f"    {_glimpse(passage.text)}", markup=False)
+        console.print(f"    {shorten(passage.text, 96)}", markup=False)
         best = int(result.gradient_dot_products[q].argmax())
         other = found.passages[best]
-        mark = "[green]✓[/]" if other.topic in question.topics else "[red]✗[/]"
-        console.print(f"  {mark} dot product  {other.topic}")
+        console.print(f"  {marks[found.right_by_dot_product[q]]} dot product  {other.topic}")
         if best != row.index:
-            console.print(f"    {_glimpse(other.text)}", markup=False)
+            console.print(f"    {shorten(other.text, 96)}", markup=False)
     console.print(
         f"\nThe top passage is of the right topic for [bold]{sum(found.right)} of {len(found.right)}[/] questions; by "
         f"plain gradient dot product for {sum(found.right_by_dot_product)}."
     )
     return page
-
-
-def _glimpse(text: str, width: int = 96) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= width else line[: width - 1] + "…"

@@ -16,6 +16,7 @@ from whence.attribution import Attribution, attribute
 from whence.demo.corpus import START, VOCABULARY, Passage, corpus, passages, train_tokenizer
 from whence.exhibit import Exhibit
 from whence.progress import ticker
+from whence.sources.examples import ListedExamples
 from whence.tasks import LanguageModeling
 
 __all__ = ["QUESTIONS", "Question", "TextDemo", "attribute_text", "train_model"]
@@ -72,14 +73,7 @@ QUESTIONS = [
 
 @dataclass(frozen=True)
 class TextDemo:
-    """What the demonstration found.
-
-    Attributes:
-        result: the attribution of the completions.
-        questions: what was asked.
-        passages: the training data.
-        num_parameters: of the model.
-    """
+    """What the demonstration found: the passages are the training data, the parameters those of the model."""
 
     result: Attribution
     questions: Sequence[Question]
@@ -123,10 +117,11 @@ def attribute_text(run_dir: Path | None = None) -> TextDemo:
         queries.append(task.query(prompt, tokenizer.encode(question.completion).ids))
     result = attribute(
         model,
-        _Shown([{"input_ids": p.input_ids} for p in data], [_passage(p, tokenizer) for p in data]),
-        _Shown(queries, [_question(question) for question in QUESTIONS]),
+        [{"input_ids": passage.input_ids} for passage in data],
+        ListedExamples(queries, name="questions", exhibits=[_question(question) for question in QUESTIONS]),
         task=task,
         params=PARAMS,
+        describe=lambda _, index: _passage(data[index], tokenizer),
         title="Where did these completions come from?",
         run_dir=run_dir,
         damping="lambda_max/50",
@@ -134,22 +129,6 @@ def attribute_text(run_dir: Path | None = None) -> TextDemo:
         refine=1.0,
     )
     return TextDemo(result, QUESTIONS, data, sum(p.numel() for p in model.parameters()))
-
-
-class _Shown:
-    """Examples with what to show of them."""
-
-    def __init__(self, examples: Sequence[Any], exhibits: Sequence[Exhibit]) -> None:
-        self._examples, self._exhibits = examples, exhibits
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._examples[index]
-
-    def exhibit(self, index: int) -> Exhibit:
-        return self._exhibits[index]
 
 
 def _passage(passage: Passage, tokenizer: Any) -> Exhibit:
@@ -163,18 +142,25 @@ def _question(question: Question) -> Exhibit:
 
 
 def train_model(data: Sequence[Passage], *, seed: int = 0, epochs: int = EPOCHS) -> nn.Module:
-    """A two-layer Llama, trained on the passages and returned in evaluation mode.
+    """A two-layer Llama, trained on the passages and returned in evaluation mode."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    Args:
-        data: the passages.
-        seed: of the initial weights and of the order of the passages.
-        epochs: passes over the data.
-    """
-    from transformers import LlamaForCausalLM
-
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        max_position_embeddings=128,
+        initializer_range=0.06,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: nn.Module = LlamaForCausalLM(_config())  # type: ignore[no-untyped-call]
+        model: nn.Module = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     order = torch.Generator().manual_seed(seed)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     scales = [p for p in model.parameters() if p.ndim == 1]
@@ -196,24 +182,6 @@ def train_model(data: Sequence[Passage], *, seed: int = 0, epochs: int = EPOCHS)
                 schedule.step()
                 tick()
     return model.eval()
-
-
-def _config() -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        max_position_embeddings=128,
-        initializer_range=0.06,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=None,
-    )
 
 
 def _loss(model: nn.Module, sequences: list[Tensor]) -> Tensor:

@@ -1,5 +1,1 @@
-"""Pages from saved results. Nothing here needs torch, the model or the data."""
-
-from whence.report.content import Entry, Question, Report, Trust
-
-__all__ = ["Entry", "Question", "Report", "Trust"]
+"""What pages are made of: documents, figures, numbers in words. Nothing here needs torch, the model or the data."""

@@ -20,14 +20,36 @@ from markupsafe import Markup
 
 from whence.exhibit import Exhibit
 from whence.report import formatting
-from whence.report.content import Page
 from whence.report.figures import verdict_mark
 from whence.report.untrusted import href, picture, script_json, visible
 from whence.units import format_duration
 
-__all__ = ["Item", "Token", "document", "shade", "words_to_filter"]
+__all__ = ["Item", "Page", "Token", "document", "shade", "words_to_filter"]
 
+MOST_WORDS = 40  # to choose from, where a list can be filtered
 LEVELS = 10  # depths of shading, each a class in style.css: the page's policy allows no inline styles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What every page says of itself.
+
+    Attributes:
+        num_examples: training examples in all; ``num_scored`` of them were scored.
+        not_scored: in words, what was left out and why; empty where everything was scored.
+        score_method: how scores were computed, in words.
+        settings, versions: what reproduces the run: name -> value.
+        seconds: phase -> duration.
+    """
+
+    title: str
+    num_examples: int
+    num_scored: int
+    not_scored: str
+    score_method: str
+    settings: Mapping[str, str]
+    versions: Mapping[str, str]
+    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -36,13 +58,10 @@ class Item:
 
     Attributes:
         index: its position in the training data.
-        rank: its place, as the list counts.
         anchor: its address on the page.
-        exhibit: what to show of it.
         value: its score; ``score`` and ``interval`` are what stands on the page, ``whisker`` the figure of both.
         keys: what else the list can be sorted and filtered by, under the names that ``lists.js`` knows.
         lines: further numbers: each a name, a text, and what to show at the pointer (nothing if empty).
-        tokens: the text, shaded.
         tied: whether it could change places with the next.
         disagrees: whether the model says something else than the label.
     """
@@ -104,9 +123,9 @@ def shade(exhibit: Exhibit, scores: Sequence[float] | None) -> tuple[Token, ...]
     return tuple(tokens)
 
 
-def words_to_filter(words: Iterable[str | None], most: int = 40) -> list[str]:
+def words_to_filter(words: Iterable[str | None]) -> list[str]:
     """What to offer where a list can be filtered by words."""
-    return sorted({word for word in words if word})[:most]
+    return sorted({word for word in words if word})[:MOST_WORDS]
 
 
 def document(
@@ -116,7 +135,7 @@ def document(
 
     Args:
         template: its name in ``templates/``.
-        report: what the page shows.
+        report: what the page says of itself.
         reproduce: what the page offers to copy, beside settings and versions.
         values: what else the template uses.
     """

@@ -45,21 +45,10 @@ _STYLE = {
 def figure(
     rows: int = 1, columns: int = 1, *, width: float = 5.0, height: float = 3.8
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """An empty figure in the one style of all figures; what is drawn inside the ``with`` has it too.
+    """An empty figure in the one style of all figures, and its panels row by row, each so many inches large.
 
-    No window, no global state: the figure is drawn by Agg, whatever the machine has.
-
-    Args:
-        rows: of panels.
-        columns: of panels.
-        width: of a panel, in inches.
-        height: of a panel, in inches.
-
-    Yields:
-        The figure and its panels, row by row.
-
-    Raises:
-        OptionError: matplotlib is not installed.
+    What is drawn inside the ``with`` has the style, too. No window, no global state: the figure is drawn by Agg,
+    whatever the machine has.
     """
     matplotlib = load_library("matplotlib", "reproduce", "to draw the figures")
     figures = load_library("matplotlib.figure", "reproduce", "to draw the figures")
@@ -71,9 +60,8 @@ def figure(
 
 
 def save_figure(path: Path, drawn: Figure, *, kind: Literal["svg", "png"]) -> None:
-    """Write a figure; the same one is the same file."""
+    """Write a figure. The same one is the same file: no date, and ids that depend on what is drawn alone."""
     matplotlib = load_library("matplotlib", "reproduce", "to draw the figures")
-    # The same figure is the same file: no date, and ids that depend on what is drawn alone.
     metadata = {"Date": None} if kind == "svg" else {"Software": None}
     with matplotlib.rc_context(_STYLE):
         drawn.savefig(path, format=kind, metadata=metadata)

@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 from markupsafe import Markup, escape
 
 from whence.report.axes import HEIGHT, Linear, Log, Plot, Scale, Steps, SymLog, at, level, upright
 from whence.report.checks import Comparison, Verdict
-from whence.report.content import Entry, Floats
 from whence.report.formatting import brief, count, tick_label
 
 __all__ = [
+    "Floats",
     "agreement",
     "chain_paths",
     "eigenvalues",
@@ -23,6 +24,8 @@ __all__ = [
     "whisker_axis",
     "whisker_scale",
 ]
+
+Floats = npt.NDArray[np.float64]
 
 SQUARE = 270  # height of a figure whose axes count alike, in pixels
 PAIRS = 400  # in a scatter plot, at most
@@ -34,26 +37,25 @@ PALETTE = 6  # colours of chains in style.css
 # --- a score with its interval ---------------------------------------------------------------------------------
 
 
-def whisker_scale(entries: Iterable[Entry]) -> Linear:
-    """One scale for all the whiskers of a question, with zero on it."""
-    ends = [x for e in entries for x in (e.low, e.high, e.score) if math.isfinite(x)]
+def whisker_scale(scores: Iterable[tuple[float, float, float]]) -> Linear:
+    """One scale for all the whiskers of a question, each a score and its interval, with zero on it."""
+    ends = [x for score in scores for x in score if math.isfinite(x)]
     low, high = min([0.0, *ends]), max([0.0, *ends])
     margin = 0.03 * (high - low) or 1.0
     return Linear(low - (margin if low < 0 else margin / 2), high + (margin if high > 0 else margin / 2))
 
 
-def whisker(entry: Entry, scale: Linear) -> Markup:
+def whisker(score: float, low: float, high: float, scale: Linear) -> Markup:
     """A dot for the score, a bar for its interval, a line at zero. The numbers stand beside it in words."""
-    side = "pos" if entry.score >= 0 else "neg"
+    side = "pos" if score >= 0 else "neg"
     parts = [upright(at(scale(0.0)), 0, 18, "zero")]
-    if math.isfinite(entry.score):
-        if math.isfinite(entry.low) and math.isfinite(entry.high):
-            ends = [at(scale(end)) for end in (entry.low, entry.high)]
+    if math.isfinite(score):
+        if math.isfinite(low) and math.isfinite(high):
+            ends = [at(scale(end)) for end in (low, high)]
             parts.append(level(9, f"{side} bar", *ends))
             parts += [upright(end, 5, 13, f"{side} cap") for end in ends]
-        parts.append(f'<circle class="{side}" cx="{at(scale(entry.score))}" cy="9" r="3.4"/>')
-    inside = "".join(parts)
-    return Markup(f'<svg class="whisker" width="100%" height="18" aria-hidden="true">{inside}</svg>')
+        parts.append(f'<circle class="{side}" cx="{at(scale(score))}" cy="9" r="3.4"/>')
+    return _small("whisker", 18, parts)
 
 
 def whisker_axis(scale: Linear) -> Markup:
@@ -64,9 +66,12 @@ def whisker_axis(scale: Linear) -> Markup:
         anchor = "start" if place < 0.08 else "end" if place > 0.92 else "middle"
         parts.append(upright(at(place), 17, 21, "axis"))
         parts.append(f'<text x="{at(place)}" y="12" text-anchor="{anchor}">{tick_label(value)}</text>')
-    inside = "".join(parts)
+    return _small("whisker whisker-axis", 22, parts)
+
+
+def _small(look: str, height: int, parts: Iterable[str]) -> Markup:
     return Markup(
-        f'<svg class="whisker whisker-axis" width="100%" height="22" aria-hidden="true">{inside}</svg>'
+        f'<svg class="{look}" width="100%" height="{height}" aria-hidden="true">{"".join(parts)}</svg>'
     )
 
 
@@ -77,8 +82,8 @@ def histogram(
     values: Floats,
     noise: float = math.nan,
     *,
-    helpful: Iterable[Entry] = (),
-    harmful: Iterable[Entry] = (),
+    helpful: Iterable[float] = (),
+    harmful: Iterable[float] = (),
     names: tuple[str, str] = ("score", "scores"),
 ) -> Markup | None:
     """How many examples have which score; the examples shown above are marked under the axis.
@@ -86,8 +91,8 @@ def histogram(
     Args:
         values: the scores of all examples.
         noise: the typical half-width of an interval: scores below it cannot be told from zero.
-        helpful: the examples to mark in the colour of positive scores.
-        harmful: those to mark in the colour of negative ones.
+        helpful: scores to mark in the colour of positive ones.
+        harmful: scores to mark in the colour of negative ones.
         names: what a score is called, and several of them.
     """
     scores = values[np.isfinite(values)]
@@ -120,9 +125,9 @@ def histogram(
         plot.add(
             f"<title>{count(number)} with {plural} from {brief(low, 2)} to {brief(high, 2)}</title></rect>"
         )
-    for side, entries in (("pos", helpful), ("neg", harmful)):
-        shown = [entry.score for entry in entries if math.isfinite(entry.score)]
-        plot.add(*(upright(plot.x(score), HEIGHT + 3, HEIGHT + 12, f"{side} rug") for score in shown))
+    for side, shown in (("pos", helpful), ("neg", harmful)):
+        marked = filter(math.isfinite, shown)
+        plot.add(*(upright(plot.x(score), HEIGHT + 3, HEIGHT + 12, f"{side} rug") for score in marked))
     return plot.finish(
         "examples, by powers of ten",
         f"{name}, even near zero, then by powers of ten",

@@ -1,0 +1,255 @@
+"""`render`: the page of an attribution, as one self-contained HTML document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from whence.attribution.ranking import Row
+from whence.errors import OptionError
+from whence.exhibit import Exhibit
+from whence.report import figures
+from whence.report.axes import Linear
+from whence.report.checks import LIMITS
+from whence.report.document import Item, Page, document, shade, words_to_filter
+from whence.report.formatting import MINUS, brief, count, interval, plus_minus, signed
+from whence.runs.files import write_bytes
+from whence.spectrum import Estimate
+
+if TYPE_CHECKING:
+    from whence.attribution.result import Attribution
+
+__all__ = ["checked_file", "render", "write_page"]
+
+#: Rows shown at each end of a ranking, and of the ranking by gradient dot product.
+SHOWN = 20
+BASELINE_SHOWN = 5
+CONFIDENCE = 0.95
+TAIL = 0.5  # the part of a path that LiSSA averages
+
+_ESTIMATES = ("trace", "frobenius", "lambda_max", "sampling_constant", "top_sampling_constant")
+_LISSA_SETTINGS = ("damping", "step_size", "batch_size", "num_steps", "chains", "constant")
+
+
+def render(result: Attribution) -> str:
+    """The page of a result."""
+    solve, spectrum, validation = result.solve, result.solve.plan.spectrum, result.validation
+    questions = [_Question(result, q, agreement) for q, agreement in enumerate(result.agreement.tolist())]
+    estimates = {name: getattr(spectrum, name) for name in _ESTIMATES}
+    if solve.certificate is None:
+        plan = {name: getattr(solve.plan, name) for name in _LISSA_SETTINGS}
+    else:
+        plan = {
+            "damping": solve.plan.damping,
+            "iterations": solve.paths.shape[1],
+            "operator_terms": solve.certificate.operator_terms,
+        }
+    page = Page(
+        title=result.title,
+        num_examples=result.num_examples,
+        num_scored=len(result.indices),
+        not_scored=result.not_scored,
+        score_method=result.score_method,
+        settings={name: str(value) for name, value in result.settings.items()},
+        versions=result.versions,
+        seconds=result.seconds,
+    )
+    eigenvalues = None if spectrum.eigenvalues is None else spectrum.eigenvalues.numpy()
+    return document(
+        "page.html.j2",
+        page,
+        questions=questions,
+        unconverged=[question for question in questions if not question.converged],
+        confidence=CONFIDENCE,
+        solve=solve,
+        spectrum={name: (e.value, e.stderr) for name, e in estimates.items() if isinstance(e, Estimate)},
+        plan=plan,
+        term="example" if result.num_terms == result.num_examples else "token",
+        eigenvalues=figures.eigenvalues(eigenvalues, solve.plan.damping),
+        validation=validation,
+        agreement=None if validation is None else figures.agreement(validation.comparisons),
+        check_numbers=_check_numbers,
+        limits=LIMITS,
+        reproduce={"plan": plan},
+    )
+
+
+def write_page(page: str, path: str | Path, *, example: str = "report.html") -> Path:
+    """Write an HTML document, all of it or nothing: a reader never meets half of one. Returns its path.
+
+    Raises:
+        OptionError: ``path`` is a directory; says that it could be ``example`` in it.
+        StorageError: the file cannot be written, as on a full disk; what was there before is still there.
+    """
+    target = checked_file(path, example)
+    write_bytes(target, page.encode("utf-8"))
+    return target
+
+
+def checked_file(path: str | Path, example: str) -> Path:
+    """The path, unless there is a directory."""
+    target = Path(path)
+    if target.is_dir():
+        raise OptionError(f"{target} is a directory; give the file's name too, such as {target / example}")
+    return target
+
+
+class _Question:
+    """What the templates show of a query: its lists, its figures, and how its solve fared.
+
+    Attributes:
+        proven: what a certificate bounds the scores' error by, relative to the scores, in root mean square; or None.
+        expected: what the examples' scores should be off by, relative to their spread; or None.
+        parts: what the chains' start has left behind, at most, and what sampling has added, relative to the scores; or
+            None.
+        agreement: mean correlation between the chains' scores, pair by pair; NaN where there is one.
+        paths: the solver's way, as a figure.
+        clear: how many scores are positive and negative beyond their errors, how many neither; None without errors.
+    """
+
+    def __init__(self, result: Attribution, q: int, agreement: float) -> None:
+        solve, parts, certificate = result.solve, result.solve.error_parts, result.solve.certificate
+        self.number, self.anchor = q, f"q{q}"
+        self.exhibit = result.queries[q] if q < len(result.queries) else Exhibit(id=str(q))
+        self.loss = float(result.query_losses[q])
+        self.converged = bool(solve.converged[q])
+        self.residual, self.residual_stderr = float(solve.residual[q]), float(solve.residual_stderr[q])
+        self.agreement = agreement
+        self.proven = None  # ‖u - u*‖_A / ‖u‖_H
+        if certificate is not None and solve.score_rms is not None:
+            self.proven = float(certificate.upper[q]) / max(float(solve.score_rms[q]), 1e-300)
+        self.expected = None if parts.expected is None else float(parts.expected[q])
+        self.parts = None if certificate is not None else (float(parts.bias[q]), float(parts.sampling[q]))
+        tail, unit = (TAIL, "step") if self.proven is None else (0.0, "iteration")
+        self.paths = figures.chain_paths(solve.paths[:, :, q].numpy(), tail, unit=unit)
+        self._list(result)
+        self._draw(result)
+
+    def _list(self, result: Attribution) -> None:
+        """The two ends of the ranking, and what gradients alone would have answered."""
+        q = self.number
+        # An example is helpful if its score is positive: with few examples the two ends would overlap.
+        helpful = [row for row in result.top(SHOWN, query=q) if row.score > 0]
+        harmful = [row for row in result.top(SHOWN, query=q, harmful=True) if row.score < 0]
+        by_baseline: list[int] = []
+        if result.dot_products is not None:
+            order = result.dot_products[q].argsort(descending=True, stable=True)[:BASELINE_SHOWN]
+            by_baseline = result.indices[order].tolist()
+        scale = figures.whisker_scale((row.score, row.low, row.high) for row in (*helpful, *harmful))
+        self.axis = figures.whisker_axis(scale)
+        self.helpful, self.harmful = (
+            [_item(result, row, scale) for row in end] for end in (helpful, harmful)
+        )
+        self.baseline = [_item(result, result.row(q, i), scale, by_baseline=True) for i in by_baseline]
+
+    def _draw(self, result: Attribution) -> None:
+        """All scores, as numbers and as a figure."""
+        scored = result.scored.at(self.number)
+        scores, widths = scored.mean.numpy(), scored.half_width(CONFIDENCE).numpy()
+        known = widths[np.isfinite(widths)]
+        self.histogram = figures.histogram(
+            scores,
+            float(np.median(known)) if known.size else math.nan,
+            helpful=[item.value for item in self.helpful],
+            harmful=[item.value for item in self.harmful],
+        )
+        self.clear = None
+        if known.size:
+            positive, negative = int((scores > widths).sum()), int((scores < -widths).sum())
+            self.clear = positive, negative, scores.size - positive - negative
+
+    @property
+    def items(self) -> list[Item]:
+        """Everything in its lists."""
+        return [*self.helpful, *self.harmful, *self.baseline]
+
+    @property
+    def heading(self) -> str:
+        """What to call it where there is little room: its id, else what it says."""
+        exhibit = self.exhibit
+        if exhibit.id:
+            return exhibit.id
+        said = f"{exhibit.prompt or ''}{exhibit.text or ''}".strip()
+        if said:
+            return said if len(said) <= 90 else said[:60].rstrip() + " … " + said[-24:].lstrip()
+        return f"read as {exhibit.prediction}" if exhibit.prediction else exhibit.label or ""
+
+    @property
+    def mistaken(self) -> bool:
+        """Whether the model said something else than the label: then the label is what is explained."""
+        label, said = self.exhibit.label, self.exhibit.prediction
+        return label is not None and said is not None and said != label and not said.startswith(f"{label} (")
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether gradients' dot products were computed."""
+        return any(item.keys["baseline"] != "" for item in self.items)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any text is shaded."""
+        return any(item.tokens for item in self.items)
+
+    @property
+    def only_images(self) -> bool:
+        """Whether the lists are images without text, which need less room."""
+        shown = [item.exhibit for item in self.items]
+        return any(x.image for x in shown) and not any(x.text or x.tokens for x in shown)
+
+    @property
+    def words_to_filter(self) -> list[str]:
+        """Labels and notes that occur in the lists."""
+        return words_to_filter(w for item in self.items for w in (item.exhibit.label, item.exhibit.note))
+
+
+def _item(result: Attribution, row: Row, scale: Linear, *, by_baseline: bool = False) -> Item:
+    """A row of a ranking by influence, or by gradients: then its rank by influence is said beside it."""
+    exhibit = result.exhibits.get(row.index) or Exhibit()
+    score, ends = interval(row.score, row.low, row.high)
+    effect, effect_ends = interval(row.effect, row.effect_low, row.effect_high)
+    lines = [("If removed", f"{effect} nats", f"between {effect_ends} nats")]
+    if by_baseline and math.isfinite(row.score):
+        lines.append(("Influence", f"rank {count(row.rank)} of {count(len(result.indices))}", ""))
+    if row.dot_product is not None and row.dot_product_rank is not None:
+        dot = f"rank {count(row.dot_product_rank)}, {signed(row.dot_product)}"
+        lines.append(("By gradient", dot, ""))
+    return Item(
+        index=row.index,
+        rank=row.dot_product_rank if by_baseline and row.dot_product_rank else row.rank,
+        anchor=f"q{row.query}-{'b' if by_baseline else 't'}{row.index}",
+        exhibit=exhibit,
+        value=row.score,
+        score=score,
+        interval=ends,
+        whisker=figures.whisker(row.score, row.low, row.high, scale),
+        keys={
+            "effect": row.effect,
+            "baseline": "" if row.dot_product is None else row.dot_product,
+            "separated": int(row.separated),
+        },
+        lines=lines,
+        tokens=shade(exhibit, result.token_scores.get((row.query, row.index))),
+        tied=not by_baseline and not row.separated,
+    )
+
+
+def _check_numbers(numbers: Mapping[str, tuple[float, float]]) -> Iterable[tuple[str, str]]:
+    """A check's numbers as text; one named "of" belongs to the number before it."""
+    shown: list[tuple[str, str]] = []
+    for name, (value, error) in numbers.items():
+        if error == 0:
+            text = brief(value, 3)
+        elif error >= 0.01 or abs(value) >= 100:
+            text = plus_minus(value, error)
+        else:  # three decimals are enough here; an error that they do not show is left out
+            text = f"{value:.3f}" if error < 0.0005 else f"{value:.3f} ± {error:.3f}"
+            text = text.replace("-", MINUS)
+        if name == "of" and shown:
+            name, before = shown.pop()
+            text = f"{before} of {text}"
+        shown.append((name, text))
+    return shown
