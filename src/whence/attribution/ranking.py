@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, overload
 
@@ -63,9 +63,6 @@ class Ranking(Sequence[Row]):
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
 
     def of_query(self, query: int) -> Ranking:
         """The rows of one query."""
@@ -159,14 +156,9 @@ def _separated(scored: Scored, k: int, confidence: float) -> bool:
 def ends_of_rankings(chains: Tensor, dots: Tensor | None, shown: int, baseline: int = 5) -> list[list[int]]:
     """For each query, the positions (among the scored) of the examples that its page shows."""
     chosen = []
-    for q in range(chains.shape[1]):
-        own = Scored(chains[:, q])
-        ends = {
-            position
-            for harmful in (False, True)
-            for position, _, _ in rank_examples(own, shown, harmful=harmful, confidence=0.95)
-        }
+    for q, mean in enumerate(chains.mean(0)):
+        ends = {*_stable_top(mean, shown).tolist(), *_stable_top(-mean, shown).tolist()}
         if dots is not None:
-            ends |= set(dots[q].argsort(descending=True, stable=True)[:baseline].tolist())
+            ends |= set(_stable_top(dots[q], baseline).tolist())
         chosen.append(sorted(ends))
     return chosen

@@ -31,11 +31,14 @@ __all__ = ["Scored", "half_width"]
 
 def half_width(stderr: Tensor, degrees_of_freedom: float, confidence: float) -> Tensor:
     """Half of a confidence interval, by Student's t, or by the normal distribution at infinitely many degrees."""
+    return stderr * _quantile(degrees_of_freedom, confidence)
+
+
+def _quantile(degrees_of_freedom: float, confidence: float) -> float:
     if not 0 < confidence < 1:
         raise OptionError(f"confidence is {confidence}; it is a probability, such as 0.95")
     part = 0.5 + confidence / 2
-    quantile = ndtri(part) if math.isinf(degrees_of_freedom) else stdtrit(degrees_of_freedom, part)
-    return stderr * float(quantile)
+    return float(ndtri(part) if math.isinf(degrees_of_freedom) else stdtrit(degrees_of_freedom, part))
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Scored:
     @property
     def stderr(self) -> Tensor:
         """Standard errors: of the chains' mean, of the certificate, or of both together."""
-        return self._combined(self._sampling(), 1.0, 1.0)
+        return self._combined(1.0, 1.0)
 
     @property
     def degrees_of_freedom(self) -> float:
@@ -76,10 +79,8 @@ class Scored:
 
     def half_width(self, confidence: float) -> Tensor:
         """Half of the confidence intervals."""
-        one = torch.ones((), dtype=self.chains.dtype)
-        student = float(half_width(one, self.degrees_of_freedom, confidence))
-        normal = float(half_width(one, math.inf, confidence))
-        return self._combined(self._sampling(), student, normal)
+        student, normal = (_quantile(degrees, confidence) for degrees in (self.degrees_of_freedom, math.inf))
+        return self._combined(student, normal)
 
     def at(self, *where: int | slice | list[int] | Tensor) -> Scored:
         """The same for a part of the scores."""
@@ -112,13 +113,12 @@ class Scored:
         """Scores from the other end."""
         return Scored(-self.chains, self.certified)
 
-    def _sampling(self) -> Tensor | None:
+    def _combined(self, student: float, normal: float) -> Tensor:
+        """The error by sampling and that by the certificate, each so many times."""
         count = len(self.chains)
-        return self.chains.std(0) / math.sqrt(count) if count > 1 else None
-
-    def _combined(self, sampling: Tensor | None, student: float, normal: float) -> Tensor:
-        if sampling is None:
+        if count == 1:
             return torch.zeros_like(self.chains[0]) if self.certified is None else normal * self.certified
+        sampling = self.chains.std(0) / math.sqrt(count)
         if self.certified is None:
             return student * sampling
         return torch.hypot(student * sampling, normal * self.certified)
