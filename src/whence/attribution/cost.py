@@ -48,7 +48,7 @@ def forecast(
         solver: the one that was chosen; the plan's LiSSA by default.
     """
     scored = len(gnh.terms) if examples is None else examples
-    work = count_work(gnh.network, gnh.terms.fetch(gnh.terms.longest(2)), gnh.micro_batch)
+    work = count_work(gnh)
     chains = 1 if solver is not None and solver.solver == "cg" else plan.chains
     copies = plan.memory_copies if solver is None else solver.memory_copies
     solving = plan.seconds if solver is None else solver.seconds
@@ -74,7 +74,7 @@ def count_passes(gnh: GaussNewton, queries: int) -> Passes:
 
     A product of q columns is 1 + 4q forwards. Exact products start five of them, whatever q; finite differences all.
     """
-    work = count_work(gnh.network, gnh.terms.fetch(gnh.terms.longest(2)), gnh.micro_batch)
+    work = count_work(gnh)
     forwards = 1 + 4 * queries
     started = 5 if gnh.product == "exact" else forwards
     per_term = forwards * work.flops / gnh.terms.terms_per_example

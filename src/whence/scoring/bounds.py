@@ -59,7 +59,6 @@ class Bounds:
     problems: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "problems", tuple(self.problems))  # JSON has lists
         if not 0 < self.smallest <= self.largest < math.inf:
             raise OptionError(f"bounds {self.smallest} and {self.largest} are not positive and in order")
 
