@@ -3,10 +3,9 @@
 *Sampling.* Independent chains: their spread is the error, with Student's t for so few. Two scores of one query share
 much of their error, so a difference is judged chain by chain.
 
-*A certificate.* A deterministic solver proves ``‖u - u*‖_A ≤ b``. Over training examples z whose labels the model draws
-itself, ``E_z (∇ℓ(z)ᵀ(u - u*))² ≤ b²`` and ``E_z ‖∇ℓ(z)‖² = Tr(H)``, so the error of a score is taken to have the spread
-``b ‖∇ℓ(z)‖ / √Tr(H)``: proven on average over examples, shared out by the length of their gradients. (The bound that
-holds for each of them, ``b ‖∇ℓ(z)‖ / √λ``, is `Attribution.bounds`.)
+*A certificate.* A deterministic solver proves ``‖u - u*‖_A ≤ b``, and the error of a score is taken to have the spread
+``b ‖∇ℓ(z)‖ / √Tr(H)`` (`Certificate.score_error`): proven on average over examples, shared out by the length of their
+gradients. (The bound that holds for each of them is `Attribution.bounds`.)
 
 Both bound the solver's error, the distance to the exact damped score; neither knows of the distance from influence to
 retraining.

@@ -27,7 +27,7 @@ from whence.runs import Run
 from whence.scoring import Scorer
 from whence.vectors import ParamVector
 
-__all__ = ["Scores", "directions", "part_of_minute", "score_parts", "token_shares"]
+__all__ = ["Scores", "directions", "in_parts", "part_of_minute", "score_parts", "token_shares"]
 
 #: A part should take about this many flops: a minute or so on a few cores.
 _FLOPS_PER_PART = 2e12
@@ -124,20 +124,33 @@ def score_parts(run: Run, name: str, scorer: Scorer, job: Job, *, chains: int) -
         dict[str, int],
         lambda: {"examples": job.options.part_size or part_of_minute(scorer.cost, job.gnh.micro_batch)},
     )
+    compute = partial(_score_part, scorer, chains, len(job.queries))
+    parts = in_parts(run, name, "scoring training examples", job.positions, size["examples"], compute)
+    return replace(Scores.join([Scores.from_columns(part) for part in parts]), method=scorer.describe())
+
+
+def in_parts(
+    run: Run,
+    name: str,
+    title: str,
+    positions: Tensor,
+    size: int,
+    compute: Callable[[Tensor, Callable[[], None]], Mapping[str, np.ndarray]],
+) -> list[dict[str, np.ndarray]]:
+    """Tables of so many examples each, by ``compute(positions, tick)``; those that the run has are read."""
     done = []
-    with ticker("scoring training examples", len(job.positions)) as tick:
-        for number, part in enumerate(job.positions.split(size["examples"])):
+    with ticker(title, len(positions)) as tick:
+        for number, part in enumerate(positions.split(size)):
             key = f"{name}/part-{number:05d}"
             if run.has(key):
                 for _ in part:
                     tick()
-            compute = partial(_score_part, scorer, part, chains, len(job.queries), tick)
-            done.append(Scores.from_columns(run.keep_table(key, compute)))
-    return replace(Scores.join(done), method=scorer.describe())
+            done.append(run.keep_table(key, partial(compute, part, tick)))
+    return done
 
 
 def _score_part(
-    scorer: Scorer, positions: Tensor, chains: int, queries: int, tick: Callable[[], None]
+    scorer: Scorer, chains: int, queries: int, positions: Tensor, tick: Callable[[], None]
 ) -> dict[str, np.ndarray]:
     rows, lengths = [], []
     for chunk in positions.split(8 * scorer.gnh.micro_batch):

@@ -22,7 +22,7 @@ from whence.attribution.exhibits import Describe, describer
 from whence.attribution.job import operator_identity, query_terms
 from whence.attribution.pipeline import attribute
 from whence.attribution.scored import half_width
-from whence.attribution.scores import part_of_minute
+from whence.attribution.scores import in_parts, part_of_minute
 from whence.cleaning.result import Cleaning, Harm
 from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
@@ -31,7 +31,7 @@ from whence.operators import LinearOperator
 from whence.options import CleanOptions, chosen_options, takes
 from whence.preconditioners import LowRank, nystrom
 from whence.preconditioners.low_rank import check_rank
-from whence.progress import Stopwatch, ticker
+from whence.progress import Stopwatch
 from whence.runs import Run, environment, read
 from whence.scoring.bounds import Bounds, affordable_rank, measure_bounds
 from whence.scoring.cost import count_work
@@ -238,15 +238,9 @@ class Scale:
 
 def read_parts(run: Run, gnh: GaussNewton, P: LowRank, size: int) -> Readings:
     """The pass over all examples; parts that the run has are read."""
-    done, positions = [], torch.arange(len(gnh.terms))
-    with ticker("self-influence of training examples", len(positions)) as tick:
-        for number, part in enumerate(positions.split(size)):
-            name = f"readings/part-{number:05d}"
-            if run.has(name):
-                for _ in part:
-                    tick()
-            done.append(Readings.from_columns(run.keep_table(name, partial(_columns, gnh, P, part, tick))))
-    return Readings.join(done)
+    title, positions = "self-influence of training examples", torch.arange(len(gnh.terms))
+    parts = in_parts(run, "readings", title, positions, size, partial(_columns, gnh, P))
+    return Readings.join([Readings.from_columns(part) for part in parts])
 
 
 def _columns(gnh: GaussNewton, P: LowRank, part: Tensor, tick: Callable[[], None]) -> dict[str, np.ndarray]:
