@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ class Scores:
     def join(parts: Sequence[Scores]) -> Scores:
         """One after the other: parts of one run, so that all have the same fields."""
 
-        def joined(name: str) -> Tensor | None:
+        def joined(name: str) -> Any:
             values = [getattr(part, name) for part in parts]
             return None if values[0] is None else torch.cat(values, dim=-1)
 

@@ -104,7 +104,8 @@ def _appended(state: Any) -> list[ParamVector]:
     """The items of all fields that are only appended to, each once."""
 
     def walk(value: Any) -> Iterator[ParamVector]:
-        for field, _ in saved_fields(type(value)):
+        kind: Any = type(value)
+        for field, _ in saved_fields(kind):
             inner = getattr(value, field.name)
             if field.metadata.get("appended"):
                 yield from inner
