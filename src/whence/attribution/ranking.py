@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from whence.attribution.scored import Scored
-from whence.errors import WhenceError
+from whence.libraries import load_library
 
-__all__ = ["Ranking", "Row", "ends_of_rankings", "import_pandas", "rank_examples", "top_is_separated"]
+__all__ = ["Ranking", "Row", "ends_of_rankings", "rank_examples", "top_is_separated"]
 
 #: Differences of more than so many standard errors are not close.
 _FAR = 8.0
@@ -70,7 +70,8 @@ class Ranking(Sequence[Row]):
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with a column for every attribute of `Row`."""
-        return import_pandas().DataFrame([asdict(row) for row in self._rows])
+        pandas = load_library("pandas", "pandas", "to make a data frame")
+        return pandas.DataFrame([asdict(row) for row in self._rows])
 
     def __str__(self) -> str:
         lines = [f"{'query':>5} {'rank':>4} {'index':>8} {'score':>10} {'interval':>23} {'removal':>12}"]
@@ -90,7 +91,7 @@ def rank_examples(
     scored: Scored, k: int, *, harmful: bool, confidence: float
 ) -> list[tuple[int, float, bool]]:
     """The first k of one query's scores: position, half width, and whether the next one is lower beyond the errors."""
-    ordered = scored.negated() if harmful else scored
+    ordered = Scored(-scored.chains, scored.certified) if harmful else scored
     mean = ordered.mean
     count = min(k + 1, len(mean))  # one more, to compare the last with
     order = _stable_top(mean, count)
@@ -110,15 +111,6 @@ def _stable_top(values: Tensor, count: int) -> Tensor:
     threshold = torch.topk(values, count).values[-1]
     above = (values >= threshold).nonzero().flatten()
     return above[values[above].argsort(descending=True, stable=True)][:count]
-
-
-def import_pandas() -> Any:
-    """Pandas, or what to do about its absence."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise WhenceError("this needs pandas; install it: pip install pandas") from error
-    return pandas
 
 
 def top_is_separated(scored: Scored, k: int, confidence: float) -> Tensor:

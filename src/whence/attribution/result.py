@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from whence.attribution.contents import contents, write_page
-from whence.attribution.ranking import Ranking, Row, import_pandas, rank_examples
+from whence.attribution.ranking import Ranking, Row, rank_examples
 from whence.attribution.scored import Scored
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
+from whence.libraries import load_library
 from whence.report.checks import Validation
 from whence.report.page import render
 from whence.runs import Run, Scalar, check, holds, read
@@ -271,7 +272,8 @@ class Attribution:
         }
         if self.dot_products is not None:
             columns["dot_product"] = self.dot_products.flatten()
-        frame = import_pandas().DataFrame({name: column.numpy() for name, column in columns.items()})
+        pandas = load_library("pandas", "pandas", "to make a data frame")
+        frame = pandas.DataFrame({name: column.numpy() for name, column in columns.items()})
         return frame.sort_values(["query", "score"], ascending=[True, False], ignore_index=True)
 
     def to_html(self, path: str | Path) -> Path:

@@ -108,10 +108,6 @@ class Scored:
             torch.cat(certified) if len(certified) == len(parts) else None,
         )
 
-    def negated(self) -> Scored:
-        """Scores from the other end."""
-        return Scored(-self.chains, self.certified)
-
     def _combined(self, student: float, normal: float) -> Tensor:
         """The error by sampling and that by the certificate, each so many times."""
         count = len(self.chains)
