@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from benchmarks.timing import Quartiles, interleaved, report, save
 from whence import Classification, GaussNewton, ParamVector, keep_freed_memory
 from whence.scoring import Scorer
 from whence.scoring.cost import count_work
-from whence.scoring.directional import DirectionalDerivatives
-from whence.scoring.per_example import gradient_products
+from whence.scoring.derivatives import DirectionalDerivatives, gradient_products
 from whence.tasks import Batch
 
 SEQUENCES = 32
@@ -150,7 +149,7 @@ def switch_point(workload: Workload, product: str, repeats: int) -> dict[str, An
     size = min(len(gnh.terms), gnh.micro_batch)
     batch, alone = gnh.terms.fetch(torch.arange(size)), gnh.terms.fetch(torch.arange(1))
     vectorised = product == "exact" and gnh.vectorises(batch, gnh.gradients(workload.data[:1]))
-    work = count_work(gnh.network, batch, size)
+    work = replace(count_work(gnh, batch), batch=size)
     predicted = work.switch_point(exact=product == "exact", vectorised=vectorised)
     ratio: list[float] = []
     for k in DIRECTIONS:

@@ -34,13 +34,19 @@ from whence.runs import (
     environment,
     holds,
     read,
-    read_table,
     read_value,
     write_value,
 )
 from whence.runs.codec import decode, encode
-from whence.runs.files import TEMPORARY, json_bytes, parse_json, read_tree, write_table, write_tree
-from whence.runs.files import read_table as read_table_file
+from whence.runs.files import (
+    TEMPORARY,
+    json_bytes,
+    parse_json,
+    read_table,
+    read_tree,
+    write_table,
+    write_tree,
+)
 from whence.runs.manifest import Manifest
 from whence.vectors import ParamVector
 
@@ -234,7 +240,8 @@ def test_a_single_file_holds_a_value_of_its_class(tmp_path: Path) -> None:
     write_value(path, Inner(0.1))
     assert read_value(path, Inner) == Inner(0.1)
     with pytest.raises(
-        RunDirectoryError, match=r"reference\.safetensors holds no Other.*'count' is missing|value"
+        RunDirectoryError,
+        match=r"reference\.safetensors cannot be used: it holds no Other.*'count' is missing|value",
     ):
         read_value(path, Other)
     for damaged in (path.read_bytes()[:20], b""):
@@ -471,7 +478,7 @@ def test_an_artifact_is_computed_once_and_read_afterwards(tmp_path: Path) -> Non
     assert same_all(fill(again), first)
     assert contents(tmp_path) == before
     assert same(read(tmp_path / "new" / "run", "gradients", ParamVector), vector(1, 2))
-    assert read_table(tmp_path / "new" / "run", "scores/part-00000")["index"].tolist() == [0, 1, 2, 3, 4]
+    assert again.keep_table("scores/part-00000", never)["index"].tolist() == [0, 1, 2, 3, 4]
     again.drop("spectrum")
     assert not (tmp_path / "new" / "run" / "spectrum.json").exists()
     assert again.keep("spectrum", Inner, lambda: Inner(7.0)) == Inner(7.0)
@@ -703,7 +710,9 @@ def test_another_environment_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_only_one_may_use_a_directory(tmp_path: Path) -> None:
     run = opened(tmp_path)
-    with pytest.raises(RunDirectoryError, match="another call in this process; wait for it, or give another"):
+    with pytest.raises(
+        RunDirectoryError, match="used by another call or process; wait for it, or give another"
+    ):
         opened(tmp_path / ".." / tmp_path.name)
     with run:
         pass
@@ -714,7 +723,7 @@ def test_only_one_may_use_a_directory(tmp_path: Path) -> None:
         assert other.stdout is not None
         other.stdout.readline()
         with pytest.raises(
-            RunDirectoryError, match="another process; wait for it, or give another directory"
+            RunDirectoryError, match="call or process; wait for it, or give another directory"
         ):
             opened(tmp_path)
         assert other.stdin is not None
@@ -950,6 +959,6 @@ def test_a_table_that_claims_more_than_it_has_is_refused(tmp_path: Path) -> None
     for table in (many, pa.table({"index": ["a"]}), pa.table({"index": [1, None]}), pa.table({"x": [[1]]})):
         pq.write_table(table, path)  # compressed
         with pytest.raises(RunDirectoryError, match=r"scores\.parquet cannot be read"):
-            read_table_file(path)
-    write_table(path, {})
-    assert read_table_file(path) == {}
+            read_table(path)
+    assert write_table(path.with_suffix(""), {}) == path
+    assert read_table(path) == {}

@@ -289,7 +289,7 @@ def test_the_work_of_a_linear_layer_is_counted() -> None:
     model = nn.Linear(6, 4).eval()
     gnh = GaussNewton(model, Classification(), vectors(torch.float32), micro_batch=16)
     pilot = gnh.terms.fetch(torch.arange(5))
-    work = count_work(gnh.network, pilot, batch=16)
+    work = count_work(gnh, pilot)
     assert work.flops == 2 * 6 * 4  # a multiplication and an addition per weight, of one example
     assert work.launches == 1  # one matrix product; transposing is a view
     assert (work.parameters, work.batch, work.device) == (6 * 4 + 4, 16, "cpu")

@@ -18,14 +18,8 @@ from whence import Classification, Dense, GaussNewton, LanguageModeling, Regress
 from whence.errors import DataError, OptionError
 from whence.preconditioners import nystrom
 from whence.scoring import bounds as bounds_module
-from whence.scoring.self_influence import (
-    Readings,
-    affordable_rank,
-    calibrate,
-    measure_bounds,
-    read_examples,
-    self_influence,
-)
+from whence.scoring.bounds import affordable_rank, measure_bounds
+from whence.scoring.self_influence import Readings, calibrate, read_examples, self_influence
 from whence.validation.mislabels import detection_curve
 from zoo import CASES, mlp, sequences, vectors
 

@@ -60,16 +60,18 @@ class MeasureOptions:
         self._one_of("product", "auto", "exact", "finite-difference")
         for name in ("micro_batch", "spectrum_terms", "part_size", "shown"):
             value = getattr(self, name, None)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise OptionError(f"{name} is {value!r}; it must be a whole number of at least 1")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**40:
-            raise OptionError(f"seed is {self.seed!r}; give a whole number from 0 to 2^40")
+            fits = value is None or (type(value) is int and value >= 1)
+            self._refuse_unless(fits, name, "it must be a whole number of at least 1")
+        fits = type(self.seed) is int and 0 <= self.seed < 2**40
+        self._refuse_unless(fits, "seed", "give a whole number from 0 to 2^40")
+
+    def _refuse_unless(self, fits: bool, name: str, remedy: str) -> None:
+        if not fits:
+            raise OptionError(f"{name} is {getattr(self, name)!r}; {remedy}")
 
     def _one_of(self, name: str, *values: str) -> None:
-        value = getattr(self, name)
-        if value not in values:
-            *first, last = map(repr, values)
-            raise OptionError(f"{name} is {value!r}; it must be {', '.join(first)} or {last}")
+        *first, last = map(repr, values)
+        self._refuse_unless(getattr(self, name) in values, name, f"it must be {', '.join(first)} or {last}")
 
     def generator(self, phase: int) -> torch.Generator:
         """Random numbers of one phase: they start from the seed in every phase, so that a resumed run has the same."""
@@ -174,16 +176,13 @@ class Options(RunOptions):
         self._one_of("sampling", "auto", "uniform", "curvature")
         if self.until is not None:
             Until.parse(self.until)
-        if not self.budget >= 1:
-            raise OptionError(
-                f"budget is {self.budget}; it is a multiple of the first round's cost, at least 1"
-            )
-        if self.chains < 2:
-            raise OptionError(
-                f"chains is {self.chains}; error bars need at least 2 independent chains (4 by default)"
-            )
-        if self.refine is not None and not self.refine >= 1:
-            raise OptionError(f"refine is {self.refine}; it multiplies the plan's cost and is at least 1")
+        multiple = "it is a multiple of the first round's cost, at least 1"
+        self._refuse_unless(self.budget >= 1, "budget", multiple)
+        self._refuse_unless(
+            self.chains >= 2, "chains", "error bars need at least 2 independent chains (4 by default)"
+        )
+        longer = "it multiplies the plan's cost and is at least 1"
+        self._refuse_unless(self.refine is None or self.refine >= 1, "refine", longer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,10 +211,8 @@ class CleanOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("by", "self-influence", "loss", "gradient-norm")
-        if self.exact_solves == 1 or self.exact_solves < 0:
-            raise OptionError(
-                f"exact_solves is {self.exact_solves}; solve for at least 2 examples, or for none (0)"
-            )
+        several = self.exact_solves == 0 or self.exact_solves >= 2
+        self._refuse_unless(several, "exact_solves", "solve for at least 2 examples, or for none (0)")
 
 
 def chosen_options(cls: type[O], options: O | None, given: Mapping[str, Any]) -> O:

@@ -106,11 +106,10 @@ class Training:
                 f"({', '.join(_SCHEDULES)}) where they apply"
             )
         try:
-            given = {name: float(numbers[name]) for name in _NUMBERS if name in numbers}
+            rate, steps, momentum, decay = (float(numbers.get(name, 0.0)) for name in _NUMBERS)
         except (TypeError, ValueError) as error:
             raise OptionError(f"training is {dict(numbers)}; its values must be numbers ({error})") from None
-        given["rate"] *= _SCHEDULES[schedule]
-        return cls(steps=int(given.pop("steps")), **given)
+        return cls(rate * _SCHEDULES[schedule], int(steps), momentum, decay)
 
     @classmethod
     def _of_text(cls, text: str, model: nn.Module | None) -> Training:

@@ -8,15 +8,8 @@ from whence.model.gauss_newton import GaussNewton
 from whence.scoring.cost import count_work
 from whence.solvers.auto import Alternative, Passes
 from whence.solvers.plan import Plan
-from whence.spectrum import Spectrum
-from whence.tasks import Task
 
-__all__ = ["Forecast", "count_passes", "curvature_pays", "forecast"]
-
-#: A constant C above this means that few examples carry the Hessian.
-_NOISY = 6.0
-#: What measuring a spectrum costs, in products as large as Lanczos'.
-_SPECTRUM_PRODUCTS = 24
+__all__ = ["Forecast", "count_passes", "forecast"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +48,7 @@ def forecast(
         solver: the one that was chosen; the plan's LiSSA by default.
     """
     scored = len(gnh.terms) if examples is None else examples
-    work = count_work(gnh.network, gnh.terms.fetch(gnh.terms.longest(2)), gnh.micro_batch)
+    work = count_work(gnh)
     chains = 1 if solver is not None and solver.solver == "cg" else plan.chains
     copies = plan.memory_copies if solver is None else solver.memory_copies
     solving = plan.seconds if solver is None else solver.seconds
@@ -81,7 +74,7 @@ def count_passes(gnh: GaussNewton, queries: int) -> Passes:
 
     A product of q columns is 1 + 4q forwards. Exact products start five of them, whatever q; finite differences all.
     """
-    work = count_work(gnh.network, gnh.terms.fetch(gnh.terms.longest(2)), gnh.micro_batch)
+    work = count_work(gnh)
     forwards = 1 + 4 * queries
     started = 5 if gnh.product == "exact" else forwards
     per_term = forwards * work.flops / gnh.terms.terms_per_example
@@ -89,29 +82,3 @@ def count_passes(gnh: GaussNewton, queries: int) -> Passes:
         start=started * work.launching / max(per_term, 1.0),
         terms=gnh.micro_batch * gnh.terms.terms_per_example,
     )
-
-
-def curvature_pays(
-    gnh: GaussNewton, spectrum: Spectrum, *, terms: float, lissa_terms: float, spectrum_terms: int
-) -> bool:
-    """Whether drawing by curvature should save more than finding it out costs.
-
-    The constant C of the batches' noise is about 2 when examples contribute alike; where it is surely far above, few of
-    them carry the Hessian. LiSSA's cost is proportional to C, so ``2/C`` of it is what could be left; and before that a
-    forward pass over the data (a fifth of a product), and the spectrum once more.
-
-    Args:
-        gnh: the operator.
-        spectrum: measured with batches drawn uniformly.
-        terms: that the best solver would go through with those.
-        lissa_terms: that LiSSA would.
-        spectrum_terms: that one of Lanczos' products goes over.
-    """
-    measured = [spectrum.sampling_constant, spectrum.top_sampling_constant]
-    constants = [estimate for estimate in measured if estimate is not None]
-    surely = max((estimate.value - estimate.stderr for estimate in constants), default=0.0)
-    if type(gnh.task).curvature is Task.curvature or surely <= _NOISY:
-        return False
-    left = lissa_terms * 2 / max(estimate.value for estimate in constants)
-    again = gnh.num_terms / 5 + _SPECTRUM_PRODUCTS * min(spectrum_terms, gnh.num_terms)
-    return left + again < terms

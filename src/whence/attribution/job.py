@@ -17,6 +17,7 @@ from whence.options import Options
 from whence.runs.fingerprint import of_data, of_model, of_value
 from whence.solvers import Solver
 from whence.sources.candidates import Shortlist
+from whence.sources.models import context_length
 from whence.tasks import LanguageModeling
 
 __all__ = ["Candidates", "Job", "check_own_solver", "operator_identity", "query_terms", "scored_positions"]
@@ -103,8 +104,8 @@ def query_terms(queries: Any, gnh: GaussNewton) -> TermSet:
         terms.look_through(len(terms))
     except DataError as error:
         raise DataError(f"the queries cannot be used: {error}") from error
-    limit = _context(gnh.network.model) if isinstance(gnh.task, LanguageModeling) else None
-    if limit is not None:
+    limit = context_length(getattr(gnh.network.model, "config", None))
+    if limit is not None and isinstance(gnh.task, LanguageModeling):
         for number in range(len(terms)):
             length = terms.fetch(torch.tensor([number])).targets.shape[1]
             if length > limit:
@@ -112,15 +113,6 @@ def query_terms(queries: Any, gnh: GaussNewton) -> TermSet:
                     f"query {number} has {length} tokens, the model's context holds {limit}; shorten its prompt"
                 )
     return terms
-
-
-def _context(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
 
 
 def scored_positions(candidates: Candidates | None, examples: int) -> tuple[Tensor, str]:
@@ -131,11 +123,11 @@ def scored_positions(candidates: Candidates | None, examples: int) -> tuple[Tens
     positions = torch.as_tensor(given, dtype=torch.long).flatten().unique()
     if len(positions) == 0:
         raise OptionError("the list of candidates is empty; give at least one, or None for all examples")
-    if int(positions[0]) < 0 or int(positions[-1]) >= examples:
-        wrong = int(positions[0]) if int(positions[0]) < 0 else int(positions[-1])
-        raise OptionError(
-            f"candidate {wrong} does not exist: the training data are numbered 0..{examples - 1}"
-        )
+    for end in (int(positions[0]), int(positions[-1])):
+        if not 0 <= end < examples:
+            raise OptionError(
+                f"candidate {end} does not exist: the training data are numbered 0..{examples - 1}"
+            )
     if len(positions) == examples:
         return positions, ""
     if isinstance(candidates, Shortlist):

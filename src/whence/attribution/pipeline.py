@@ -4,24 +4,22 @@
 
 Each step is a function from what is known to one named artifact, which the run directory keeps or gives back. A step
 depends on nothing but what the steps before it left there: random numbers start from the seed in each, and finite
-differences from the memory that was kept with the artifact before.
+differences from the memory that was kept with the artifact before. Spectrum and plan: `whence.attribution.planning`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from whence.attribution.cost import count_passes, curvature_pays
 from whence.attribution.exhibits import Describe, class_name, describer
 from whence.attribution.job import Candidates, Job, check_own_solver, query_terms, scored_positions
+from whence.attribution.planning import Planned, make_plan, measure
 from whence.attribution.ranking import ends_of_rankings, top_is_separated
 from whence.attribution.result import Attribution, Solve, load
 from whence.attribution.scored import Scored
@@ -29,19 +27,13 @@ from whence.attribution.scores import Scores, directions, score_parts, token_sha
 from whence.errors import DataError
 from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
-from whence.model.importance import Importance, measure_importance
-from whence.model.memory import half_of_memory
 from whence.model.selection import ParameterFilter
 from whence.operators import Damped
 from whence.options import Options, Until, chosen_options, takes
-from whence.preconditioners import LowRank, nystrom
 from whence.progress import Stopwatch
 from whence.runs import Run, environment
 from whence.scoring import Scorer
-from whence.solvers import Solution, Solver, Statistics
-from whence.solvers.auto import Alternative, Choice, choose, make_solver
-from whence.solvers.plan import Plan
-from whence.spectrum import Spectrum, estimate_spectrum
+from whence.solvers import Solver, Statistics
 from whence.tasks import LanguageModeling, Task
 from whence.tasks.categorical import CategoricalTask
 from whence.vectors import ParamVector
@@ -136,22 +128,21 @@ def attribute(
         with clock.phase("spectrum"):
             measured = measure(run, job)
             plan = make_plan(run, job, measured)
+        number = 0
         solved: Solved | None = None
         scores: Scores | None = None
-        for number in count(1):
+        said: str | None = None
+        while solved is None or scores is None or said is None:
+            number += 1
             with clock.phase("solve"):
                 solved = solve(run, job, plan, asked, number, solved)
             with clock.phase("scores"):
                 scores = score(run, job, plan, asked, number, solved, scores)
-            ended, said = enough(job, plan, solved, scores, number)
-            if ended:
-                break
-        assert solved is not None
-        assert scores is not None
+            said = enough(job, plan, number, solved, scores)
         for earlier in range(1, number + 1):  # the ways there are not needed any more
             run.journal(f"solve-{earlier}", plan.solver.state_type).clear()
         with clock.phase("page"):
-            return conclude(run, job, plan, asked, solved.telling(said), scores, clock)
+            return conclude(run, job, plan, asked, solved, scores, said, clock)
 
 
 # --- queries -------------------------------------------------------------------------------------------------
@@ -159,13 +150,7 @@ def attribute(
 
 @dataclass(frozen=True)
 class Asked:
-    """The queries, ready to be solved for.
-
-    Attributes:
-        gradients: right-hand sides, a column each.
-        losses: in nats.
-        exhibits: what to show of them, with the model's own answer.
-    """
+    """The queries, ready to be solved for: right-hand sides, a column each; losses in nats; what to show of them."""
 
     gradients: ParamVector
     losses: Tensor
@@ -173,11 +158,7 @@ class Asked:
 
 
 def ask(run: Run, job: Job) -> Asked:
-    """Gradients and losses of the queries.
-
-    Raises:
-        DataError: a query whose loss is NaN or infinite, or that has no term.
-    """
+    """Gradients and losses of the queries."""
 
     def compute() -> Asked:
         found = [_ask(job, position) for position in range(len(job.queries))]
@@ -205,178 +186,12 @@ def _ask(job: Job, position: int) -> tuple[float, Exhibit]:
     return loss, exhibit
 
 
-# --- spectrum ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What is known of the curvature.
-
-    Attributes:
-        spectrum: with batches drawn as they will be.
-        importance: what they are drawn by; None: all examples alike.
-    """
-
-    spectrum: Spectrum
-    importance: Importance | None = None
-
-
-def measure(run: Run, job: Job) -> Measured:
-    """The spectrum; from here on batches are drawn by curvature, where that was asked for or pays."""
-    plan = None if job.own_solver is None else job.own_solver.made_for()
-    asked = job.options.sampling
-    importance = _draw_by_curvature(run, job) if asked == "curvature" else None
-    if plan is not None:
-        return Measured(plan.spectrum, importance)
-    spectrum = _measure(run, job, "spectrum")
-    stochastic = job.own_solver is None and job.options.solver != "cg"
-    if asked == "auto" and stochastic:
-        choice = _choice(job, spectrum)
-        pays = curvature_pays(
-            job.gnh,
-            spectrum,
-            terms=choice.best.terms,
-            lissa_terms=choice.of("lissa").terms,
-            spectrum_terms=job.options.spectrum_terms,
-        )
-        if run.keep("drawing", Drawing, lambda: Drawing(pays)).by_curvature:
-            importance = _draw_by_curvature(run, job)
-            spectrum = _measure(run, job, "spectrum-by-curvature")
-    return Measured(spectrum, importance)
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """Whether batches are drawn by curvature; written down, since it depends on the machine's memory."""
-
-    by_curvature: bool
-
-
-def _measure(run: Run, job: Job, name: str) -> Spectrum:
-    return run.keep(
-        name,
-        Spectrum,
-        lambda: estimate_spectrum(
-            job.gnh, generator=job.options.generator(1), terms=job.options.spectrum_terms
-        ),
-        operator=job.gnh,
-    )
-
-
-def _draw_by_curvature(run: Run, job: Job) -> Importance:
-    importance = run.keep("importance", Importance, lambda: measure_importance(job.gnh))
-    job.gnh.terms.draw_by(importance.probabilities())
-    return importance
-
-
-# --- plan ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Planned:
-    """How the queries will be solved for.
-
-    Attributes:
-        solver: ready to solve.
-        plan: LiSSA's, in force or as the alternative; brings spectrum and damping.
-        choice: why this solver, in words.
-        drawn: how batches are drawn, in words, where that is not uniformly.
-    """
-
-    solver: Solver[Any]
-    plan: Plan
-    choice: str
-    drawn: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The part of a plan that is kept: which solver, why, and LiSSA's numbers."""
-
-    alternative: Alternative
-    words: str
-    plan: Plan
-
-
-def make_plan(run: Run, job: Job, measured: Measured) -> Planned:
-    """The solver: the user's own, or the one that the rule of `whence.solvers.auto` takes."""
-    own = job.own_solver
-    if own is not None and (made_for := own.made_for()) is not None:
-        return Planned(own, made_for, "", _drawn(measured, own))
-    chosen = run.keep("plan", Chosen, lambda: _plan(job, measured.spectrum))
-    if own is not None:
-        return Planned(own, chosen.plan, "", _drawn(measured, own))
-    solver = make_solver(
-        chosen.alternative,
-        chosen.plan,
-        accuracy=float(job.options.accuracy),
-        preconditioner=_preconditioner(run, job, chosen),
-        # Inexact products must be told from converged ones; exact ones need no further product.
-        verify=job.gnh.product != "exact",
-    )
-    return Planned(solver, chosen.plan, chosen.words, _drawn(measured, solver))
-
-
-def _plan(job: Job, spectrum: Spectrum) -> Chosen:
-    options, choice = job.options, _choice(job, spectrum)
-    plan = Plan.tuned(
-        spectrum,
-        options.damping,
-        num_terms=job.gnh.num_terms,
-        chains=options.chains,
-        refine=choice.of("lissa").refine if options.refine is None else options.refine,
-    )
-    return Chosen(choice.best, choice.words() if options.solver == "auto" else "", plan)
-
-
-def _choice(job: Job, spectrum: Spectrum) -> Choice:
-    gnh, queries = job.gnh, len(job.queries)
-    return choose(
-        spectrum,
-        job.options.damping,
-        num_terms=gnh.num_terms,
-        queries=queries,
-        accuracy=float(job.options.accuracy),
-        chains=job.options.chains,
-        passes=count_passes(gnh, queries),
-        memory_bytes=half_of_memory(gnh.network.device),
-    ).asked(job.options.solver)
-
-
-def _preconditioner(run: Run, job: Job, chosen: Chosen) -> LowRank | None:
-    """Where one was chosen: made once, and kept with the run."""
-    wanted = chosen.alternative
-    if not wanted.rank:
-        return None
-
-    def compute() -> LowRank:
-        random = job.options.generator(4)
-        made = nystrom(
-            job.gnh, chosen.plan.damping, rank=wanted.rank, terms=wanted.rank_terms, generator=random
-        )
-        return made.shrunk()  # or errors could hardly be proven: it was made from a part of the terms
-
-    return run.keep("preconditioner", LowRank, compute, operator=job.gnh, device=job.device)
-
-
-def _drawn(measured: Measured, solver: Solver[Any]) -> tuple[str, ...]:
-    importance = measured.importance
-    if importance is None or not solver.independent:  # one that draws nothing
-        return ()
-    examples = len(importance.curvature)
-    top = max(1, examples // 50)
-    return (
-        f"The model is certain of most of its training data: {top:,} of {examples:,} examples carry "
-        f"{importance.share_of_top(top):.0%} of the output curvature. Batches were drawn by curvature.",
-    )
-
-
 # --- solve ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What a round of solving found.
+    """What solving found, all rounds together.
 
     Attributes:
         chains: independent estimates of the solution, a block of all queries each.
@@ -388,27 +203,11 @@ class Solved:
     stats: Statistics
     first_terms: int
 
-    @staticmethod
-    def of(solution: Solution | None, before: Solved | None) -> Solved:
-        """What was just found, after an earlier round where there was one."""
-        assert solution is not None  # else the run has it
-        first = solution.num_term_products if before is None else before.first_terms
-        return Solved(solution.chains, solution.stats, first)
-
-    def joined(self, earlier: Solved, rounds: int) -> Solved:
-        """This round of independent chains with those before."""
-        chains, stats = earlier.chains + self.chains, self.stats.joined(earlier.stats, rounds)
-        return Solved(chains, stats, self.first_terms)
-
-    def telling(self, said: str) -> Solved:
-        """The same with one more event."""
-        return replace(self, stats=replace(self.stats, events=(*self.stats.events, said))) if said else self
-
 
 def solve(run: Run, job: Job, planned: Planned, asked: Asked, number: int, before: Solved | None) -> Solved:
     """One more round of solving: independent chains, joined with those before, or the same solve gone on with."""
     solver, device, name = planned.solver, job.device, f"solution-{number}"
-    solution = None
+    computed: Solved | None = None
     if not run.has(name):
         seconds, state = job.options.checkpoint_seconds, None
         if number > 1 and not solver.independent:
@@ -420,8 +219,14 @@ def solve(run: Run, job: Job, planned: Planned, asked: Asked, number: int, befor
             journal=run.journal(f"solve-{number}", solver.state_type, seconds=seconds, device=device),
             state=state,
         )
-    found = run.keep(name, Solved, partial(Solved.of, solution, before), operator=job.gnh, device=device)
-    return found.joined(before, number - 1) if before is not None and solver.independent else found
+        first = solution.num_term_products if before is None else before.first_terms
+        computed = Solved(solution.chains, solution.stats, first)
+    # None only where the run has it
+    found = run.keep(name, Solved, lambda: cast(Solved, computed), operator=job.gnh, device=device)
+    if before is None or not solver.independent:
+        return found
+    stats = found.stats.joined(before.stats, number - 1)
+    return Solved(before.chains + found.chains, stats, found.first_terms)
 
 
 # --- score ---------------------------------------------------------------------------------------------------
@@ -437,47 +242,45 @@ def score(
     before: Scores | None,
 ) -> Scores:
     """Scores along what the round found, together with those of independent rounds before."""
-    adds = before is not None and planned.solver.independent
-    fresh = solved.chains[len(before.chains) :] if before is not None and adds else solved.chains
-    baseline = asked.gradients if job.options.baseline and before is None else None
-    certified = solved.stats.certificate is not None
+    kept = 0 if before is None or not planned.solver.independent else len(before.chains)
+    fresh = solved.chains[kept:]
     scorer = Scorer(
         job.gnh,
-        directions(fresh, baseline),
+        directions(fresh, asked.gradients if job.options.baseline and before is None else None),
         method=job.options.method,  # type: ignore[arg-type]  # checked
-        norms=certified and before is None,
+        norms=solved.stats.certificate is not None and before is None,
     )
-    size = job.options.part_size
-    found = score_parts(run, f"scores-{number}", scorer, job.positions, size, len(fresh), len(job.queries))
-    return found if before is None else found.after(before, adds=adds)
+    found = score_parts(run, f"scores-{number}", scorer, job, chains=len(fresh))
+    if before is None:
+        return found
+    return replace(before, chains=torch.cat([before.chains[:kept], found.chains]))
 
 
-def enough(job: Job, planned: Planned, solved: Solved, scores: Scores, rounds: int) -> tuple[bool, str]:
-    """Whether this is the last round, and what came of what was asked for, in words."""
+def enough(job: Job, planned: Planned, rounds: int, solved: Solved, scores: Scores) -> str | None:
+    """None where another round is needed; else what came of ``until``, in words."""
     if job.options.until is None:
-        return True, ""
+        return ""
     until, stats = Until.parse(job.options.until), solved.stats
     scored = Scored.of(scores.chains, stats.certificate, scores.norms, planned.plan.spectrum)
     separated = top_is_separated(scored, until.k, until.confidence)
-    spent, first = stats.num_term_products, solved.first_terms
-    following = first if planned.solver.independent else spent / max(1, stats.num_products)
-    ended = ""
-    if stats.exhausted:
-        ended = "no further iteration can make the solution better in this precision"
-    elif spent + following > job.options.budget * first:
-        ended = "the budget ended"
-    if not bool(separated.all()) and not ended:
-        return False, ""
     queries, done = len(separated), int(separated.sum())
     after = f"after {rounds} round{'' if rounds == 1 else 's'} of solving"
     if done == queries:
         whose = "the query" if queries == 1 else f"all {queries} queries"
-        return True, (
+        return (
             f"The {until.k} most helpful examples of {whose} are separated from the rest at a confidence of "
             f"{until.confidence:g}, {after}."
         )
-    return True, (
-        f"{ended.capitalize()} {after}: the {until.k} most helpful examples are separated from the rest at a "
+    spent, first = stats.num_term_products, solved.first_terms
+    following = first if planned.solver.independent else spent / max(1, stats.num_products)
+    if stats.exhausted:
+        ended = "No further iteration can make the solution better in this precision"
+    elif spent + following > job.options.budget * first:
+        ended = "The budget ended"
+    else:
+        return None
+    return (
+        f"{ended} {after}: the {until.k} most helpful examples are separated from the rest at a "
         f"confidence of {until.confidence:g} for {done} of {queries} queries, not for the others."
     )
 
@@ -486,7 +289,14 @@ def enough(job: Job, planned: Planned, solved: Solved, scores: Scores, rounds: i
 
 
 def conclude(
-    run: Run, job: Job, planned: Planned, asked: Asked, solved: Solved, scores: Scores, clock: Stopwatch
+    run: Run,
+    job: Job,
+    planned: Planned,
+    asked: Asked,
+    solved: Solved,
+    scores: Scores,
+    said: str,
+    clock: Stopwatch,
 ) -> Attribution:
     """The result, with what its page shows of the examples at the ends of the rankings."""
     gnh, stats = job.gnh, solved.stats
@@ -497,7 +307,8 @@ def conclude(
         tokens = token_shares(gnh, solved.chains, wanted)
     shown = sorted({int(scores.indices[position]) for end in ends for position in end})
     exhibits = {index: job.show_example(index) for index in shown}
-    known = {**vars(stats), "plan": stats.plan or planned.plan, "events": (*planned.drawn, *stats.events)}
+    events = (*planned.drawn, *stats.events, *([said] if said else []))
+    known = {**vars(stats), "plan": stats.plan or planned.plan, "events": events}
     result = Attribution(
         chain_scores=scores.chains,
         indices=scores.indices,

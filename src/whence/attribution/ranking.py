@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, overload
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from whence.attribution.scored import Scored
-from whence.errors import WhenceError
+from whence.libraries import load_library
 
-__all__ = ["Ranking", "Row", "ends_of_rankings", "import_pandas", "rank_examples", "top_is_separated"]
+__all__ = ["Ranking", "Row", "ends_of_rankings", "rank_examples", "top_is_separated"]
 
 #: Differences of more than so many standard errors are not close.
 _FAR = 8.0
@@ -64,16 +64,14 @@ class Ranking(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
-
     def of_query(self, query: int) -> Ranking:
         """The rows of one query."""
         return Ranking([row for row in self._rows if row.query == query])
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with a column for every attribute of `Row`."""
-        return import_pandas().DataFrame([asdict(row) for row in self._rows])
+        pandas = load_library("pandas", "pandas", "to make a data frame")
+        return pandas.DataFrame([asdict(row) for row in self._rows])
 
     def __str__(self) -> str:
         lines = [f"{'query':>5} {'rank':>4} {'index':>8} {'score':>10} {'interval':>23} {'removal':>12}"]
@@ -93,7 +91,7 @@ def rank_examples(
     scored: Scored, k: int, *, harmful: bool, confidence: float
 ) -> list[tuple[int, float, bool]]:
     """The first k of one query's scores: position, half width, and whether the next one is lower beyond the errors."""
-    ordered = scored.negated() if harmful else scored
+    ordered = Scored(-scored.chains, scored.certified) if harmful else scored
     mean = ordered.mean
     count = min(k + 1, len(mean))  # one more, to compare the last with
     order = _stable_top(mean, count)
@@ -113,15 +111,6 @@ def _stable_top(values: Tensor, count: int) -> Tensor:
     threshold = torch.topk(values, count).values[-1]
     above = (values >= threshold).nonzero().flatten()
     return above[values[above].argsort(descending=True, stable=True)][:count]
-
-
-def import_pandas() -> Any:
-    """Pandas, or what to do about its absence."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise WhenceError("this needs pandas; install it: pip install pandas") from error
-    return pandas
 
 
 def top_is_separated(scored: Scored, k: int, confidence: float) -> Tensor:
@@ -159,14 +148,9 @@ def _separated(scored: Scored, k: int, confidence: float) -> bool:
 def ends_of_rankings(chains: Tensor, dots: Tensor | None, shown: int, baseline: int = 5) -> list[list[int]]:
     """For each query, the positions (among the scored) of the examples that its page shows."""
     chosen = []
-    for q in range(chains.shape[1]):
-        own = Scored(chains[:, q])
-        ends = {
-            position
-            for harmful in (False, True)
-            for position, _, _ in rank_examples(own, shown, harmful=harmful, confidence=0.95)
-        }
+    for q, mean in enumerate(chains.mean(0)):
+        ends = {*_stable_top(mean, shown).tolist(), *_stable_top(-mean, shown).tolist()}
         if dots is not None:
-            ends |= set(dots[q].argsort(descending=True, stable=True)[:baseline].tolist())
+            ends |= set(_stable_top(dots[q], baseline).tolist())
         chosen.append(sorted(ends))
     return chosen

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from whence.attribution.page import render, write_page
-from whence.attribution.ranking import Ranking, Row, import_pandas, rank_examples
+from whence.attribution.ranking import Ranking, Row, rank_examples
 from whence.attribution.scored import Scored
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
+from whence.libraries import load_library
 from whence.report.checks import Validation
 from whence.runs import Run, Scalar, check, holds, read
 from whence.scoring.similarity import cosines, similarity_of_chains
@@ -161,10 +162,8 @@ class Attribution:
         """Mean correlation between the scores of two chains, per query: 1 where they agree entirely, NaN for one."""
         if len(self.chain_scores) < 2:
             return torch.full((self.chain_scores.shape[1],), math.nan, dtype=torch.float64)
-        pairs = []
-        for i in range(len(self.chain_scores)):
-            for j in range(i):
-                pairs.append(_correlation(self.chain_scores[i], self.chain_scores[j]))
+        chains = self.chain_scores
+        pairs = [_correlation(chains[i], chains[j]) for i in range(len(chains)) for j in range(i)]
         return torch.stack(pairs).mean(0)
 
     def influence_similarity(self) -> tuple[Tensor, Tensor]:
@@ -206,7 +205,12 @@ class Attribution:
         if query is not None and not -queries <= query < queries:
             raise OptionError(f"query {query} does not exist: there are {queries}, numbered from 0")
         chosen = range(queries) if query is None else [query % queries]
-        return Ranking([row for q in chosen for row in self._ranked(q, k, harmful, confidence)])
+        rows = []
+        for q in chosen:
+            ranked = rank_examples(self.scored.at(q), k, harmful=harmful, confidence=confidence)
+            for rank, (position, width, apart) in enumerate(ranked, start=1):
+                rows.append(self._row(q, rank, position, width, apart, harmful=harmful))
+        return Ranking(rows)
 
     def row(self, query: int, index: int, *, confidence: float = 0.95) -> Row:
         """Any scored example's place among the most helpful of a query."""
@@ -226,17 +230,14 @@ class Attribution:
         width = float(scored.at(position).half_width(confidence))
         return self._row(query, rank, position, width, apart, harmful=False)
 
-    def _ranked(self, query: int, k: int, harmful: bool, confidence: float) -> list[Row]:
-        ranked = rank_examples(self.scored.at(query), k, harmful=harmful, confidence=confidence)
-        return [
-            self._row(query, rank, position, width, apart, harmful=harmful)
-            for rank, (position, width, apart) in enumerate(ranked, start=1)
-        ]
-
     def _row(self, query: int, rank: int, position: int, width: float, apart: bool, *, harmful: bool) -> Row:
         score = float(self.chain_scores[:, query, position].mean())
         per_score = float(self._effect_per_score()[position])
-        dot, dot_rank = self._dot(query, position, harmful)
+        dot = dot_rank = None
+        if self.dot_products is not None:
+            dots = self.dot_products[query]
+            better = dots < dots[position] if harmful else dots > dots[position]
+            dot, dot_rank = float(dots[position]), int(better.sum()) + 1
         return Row(
             query=query,
             rank=rank,
@@ -251,13 +252,6 @@ class Attribution:
             dot_product=dot,
             dot_product_rank=dot_rank,
         )
-
-    def _dot(self, query: int, position: int, harmful: bool) -> tuple[float | None, int | None]:
-        if self.dot_products is None:
-            return None, None
-        dots = self.dot_products[query]
-        better = dots < dots[position] if harmful else dots > dots[position]
-        return float(dots[position]), int(better.sum()) + 1
 
     # --- elsewhere ---------------------------------------------------------------------------------------
 
@@ -277,7 +271,8 @@ class Attribution:
         }
         if self.dot_products is not None:
             columns["dot_product"] = self.dot_products.flatten()
-        frame = import_pandas().DataFrame({name: column.numpy() for name, column in columns.items()})
+        pandas = load_library("pandas", "pandas", "to make a data frame")
+        frame = pandas.DataFrame({name: column.numpy() for name, column in columns.items()})
         return frame.sort_values(["query", "score"], ascending=[True, False], ignore_index=True)
 
     def to_html(self, path: str | Path) -> Path:

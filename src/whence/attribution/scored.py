@@ -3,10 +3,9 @@
 *Sampling.* Independent chains: their spread is the error, with Student's t for so few. Two scores of one query share
 much of their error, so a difference is judged chain by chain.
 
-*A certificate.* A deterministic solver proves ``‖u - u*‖_A ≤ b``. Over training examples z whose labels the model draws
-itself, ``E_z (∇ℓ(z)ᵀ(u - u*))² ≤ b²`` and ``E_z ‖∇ℓ(z)‖² = Tr(H)``, so the error of a score is taken to have the spread
-``b ‖∇ℓ(z)‖ / √Tr(H)``: proven on average over examples, shared out by the length of their gradients. (The bound that
-holds for each of them, ``b ‖∇ℓ(z)‖ / √λ``, is `Attribution.bounds`.)
+*A certificate.* A deterministic solver proves ``‖u - u*‖_A ≤ b``, and the error of a score is taken to have the spread
+``b ‖∇ℓ(z)‖ / √Tr(H)`` (`Certificate.score_error`): proven on average over examples, shared out by the length of their
+gradients. (The bound that holds for each of them is `Attribution.bounds`.)
 
 Both bound the solver's error, the distance to the exact damped score; neither knows of the distance from influence to
 retraining.
@@ -31,11 +30,14 @@ __all__ = ["Scored", "half_width"]
 
 def half_width(stderr: Tensor, degrees_of_freedom: float, confidence: float) -> Tensor:
     """Half of a confidence interval, by Student's t, or by the normal distribution at infinitely many degrees."""
+    return stderr * _quantile(degrees_of_freedom, confidence)
+
+
+def _quantile(degrees_of_freedom: float, confidence: float) -> float:
     if not 0 < confidence < 1:
         raise OptionError(f"confidence is {confidence}; it is a probability, such as 0.95")
     part = 0.5 + confidence / 2
-    quantile = ndtri(part) if math.isinf(degrees_of_freedom) else stdtrit(degrees_of_freedom, part)
-    return stderr * float(quantile)
+    return float(ndtri(part) if math.isinf(degrees_of_freedom) else stdtrit(degrees_of_freedom, part))
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Scored:
     @property
     def stderr(self) -> Tensor:
         """Standard errors: of the chains' mean, of the certificate, or of both together."""
-        return self._combined(self._sampling(), 1.0, 1.0)
+        return self._combined(1.0, 1.0)
 
     @property
     def degrees_of_freedom(self) -> float:
@@ -76,10 +78,8 @@ class Scored:
 
     def half_width(self, confidence: float) -> Tensor:
         """Half of the confidence intervals."""
-        one = torch.ones((), dtype=self.chains.dtype)
-        student = float(half_width(one, self.degrees_of_freedom, confidence))
-        normal = float(half_width(one, math.inf, confidence))
-        return self._combined(self._sampling(), student, normal)
+        student, normal = (_quantile(degrees, confidence) for degrees in (self.degrees_of_freedom, math.inf))
+        return self._combined(student, normal)
 
     def at(self, *where: int | slice | list[int] | Tensor) -> Scored:
         """The same for a part of the scores."""
@@ -108,17 +108,12 @@ class Scored:
             torch.cat(certified) if len(certified) == len(parts) else None,
         )
 
-    def negated(self) -> Scored:
-        """Scores from the other end."""
-        return Scored(-self.chains, self.certified)
-
-    def _sampling(self) -> Tensor | None:
+    def _combined(self, student: float, normal: float) -> Tensor:
+        """The error by sampling and that by the certificate, each so many times."""
         count = len(self.chains)
-        return self.chains.std(0) / math.sqrt(count) if count > 1 else None
-
-    def _combined(self, sampling: Tensor | None, student: float, normal: float) -> Tensor:
-        if sampling is None:
+        if count == 1:
             return torch.zeros_like(self.chains[0]) if self.certified is None else normal * self.certified
+        sampling = self.chains.std(0) / math.sqrt(count)
         if self.certified is None:
             return student * sampling
         return torch.hypot(student * sampling, normal * self.certified)

@@ -15,11 +15,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from whence.attribution.job import Job
 from whence.model.gauss_newton import GaussNewton
 from whence.progress import ticker, track
 from whence.runs import Run
@@ -31,6 +33,7 @@ __all__ = ["Scores", "directions", "keep_parts", "part_of_minute", "score_parts"
 #: A part should take about this many flops: a minute or so on a few cores.
 _FLOPS_PER_PART = 2e12
 _LARGEST_PART = 50_000
+_PER_EXAMPLE = ("indices", "terms", "chains", "dots", "norms")  # examples come last in all of them
 
 
 @dataclass(frozen=True)
@@ -53,23 +56,15 @@ class Scores:
     norms: Tensor | None = None
     method: str = ""
 
-    def after(self, before: Scores, *, adds: bool) -> Scores:
-        """With what was computed once and before; and with its chains, if these are to be averaged with them."""
-        chains = torch.cat([before.chains, self.chains]) if adds else self.chains
-        return replace(before, chains=chains)
-
     @staticmethod
     def join(parts: Sequence[Scores]) -> Scores:
-        """One after the other."""
-        dots = [part.dots for part in parts if part.dots is not None]
-        norms = [part.norms for part in parts if part.norms is not None]
-        return Scores(
-            torch.cat([part.indices for part in parts]),
-            torch.cat([part.terms for part in parts]),
-            torch.cat([part.chains for part in parts], dim=2),
-            torch.cat(dots, dim=1) if len(dots) == len(parts) else None,
-            torch.cat(norms) if len(norms) == len(parts) else None,
-        )
+        """One after the other: parts of one run, so that all have the same fields."""
+
+        def joined(name: str) -> Any:
+            values = [getattr(part, name) for part in parts]
+            return None if values[0] is None else torch.cat(values, dim=-1)
+
+        return replace(parts[0], **{name: joined(name) for name in _PER_EXAMPLE})
 
     def columns(self) -> dict[str, np.ndarray]:
         """As a table."""
@@ -109,13 +104,6 @@ class Scores:
         )
 
 
-@dataclass(frozen=True)
-class PartSize:
-    """Examples in a part; written down, so that a run is gone on with in the parts that it was begun with."""
-
-    examples: int
-
-
 def part_of_minute(flops: float, multiple: int = 1) -> int:
     """How many examples of so many flops each make a part, in whole multiples."""
     size = min(max(int(_FLOPS_PER_PART / max(flops, 1.0)), 1), _LARGEST_PART)
@@ -129,33 +117,17 @@ def directions(chains: Sequence[ParamVector], gradients: ParamVector | None) -> 
     return ParamVector(tensors, columns=sum(block.columns or 1 for block in blocks))
 
 
-def score_parts(
-    run: Run,
-    name: str,
-    scorer: Scorer,
-    positions: Tensor,
-    part_size: int | None,
-    chains: int,
-    queries: int,
-) -> Scores:
-    """Scores of all positions along the scorer's directions; parts that the run has are read.
-
-    Args:
-        run: keeps the parts.
-        name: of the artifacts.
-        scorer: for all queries of the first chain, of the second, …, and their gradients where these are wanted.
-        positions: of the examples.
-        part_size: examples in a part; a minute's work by default.
-        chains: how many.
-        queries: how many.
-    """
+def score_parts(run: Run, name: str, scorer: Scorer, job: Job, *, chains: int) -> Scores:
+    """Scores of the job's examples along `directions` of so many chains; parts that the run has are read."""
+    # written down, so that a run is gone on with in the parts that it was begun with
     size = run.keep(
         f"{name}/size",
-        PartSize,
-        lambda: PartSize(part_size or part_of_minute(scorer.cost, scorer.gnh.micro_batch)),
+        dict[str, int],
+        lambda: {"examples": job.options.part_size or part_of_minute(scorer.cost, job.gnh.micro_batch)},
     )
-    compute = partial(_score_part, scorer, chains, queries)
-    parts = keep_parts(run, name, positions, size.examples, compute, saying="scoring training examples")
+    compute = partial(_score_part, scorer, chains, len(job.queries))
+    saying = "scoring training examples"
+    parts = keep_parts(run, name, job.positions, size["examples"], compute, saying=saying)
     return replace(Scores.join([Scores.from_columns(part) for part in parts]), method=scorer.describe())
 
 
@@ -168,16 +140,7 @@ def keep_parts(
     *,
     saying: str,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """A pass over examples, part by part, as tables; parts that the run has are read.
-
-    Args:
-        run: keeps the parts.
-        name: of the artifacts.
-        positions: of the examples.
-        size: examples in a part.
-        compute: from the positions of a part, and what to call after each, to its table.
-        saying: what the progress bar says.
-    """
+    """Tables of so many examples each, by ``compute(positions, tick)``; those that the run has are read."""
     with ticker(saying, len(positions)) as tick:
         for number, part in enumerate(positions.split(size)):
             key = f"{name}/part-{number:05d}"
@@ -192,12 +155,9 @@ def _score_part(
 ) -> dict[str, np.ndarray]:
     rows, lengths = [], []
     for chunk in positions.split(8 * scorer.gnh.micro_batch):
-        if scorer.norms:
-            found, norms = scorer.score_with_norms(chunk)
-            lengths.append(norms)
-        else:
-            found = scorer.score(chunk)
+        found, norms = scorer.score_with_norms(chunk) if scorer.norms else (scorer.score(chunk), None)
         rows.append(found)
+        lengths += [] if norms is None else [norms]
         for _ in chunk:
             tick()
     along, solved = torch.cat(rows, dim=1), chains * queries

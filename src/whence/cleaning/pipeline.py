@@ -32,17 +32,9 @@ from whence.preconditioners import LowRank, nystrom
 from whence.preconditioners.low_rank import check_rank
 from whence.progress import Stopwatch
 from whence.runs import Run, environment, read
+from whence.scoring.bounds import Bounds, affordable_rank, measure_bounds
 from whence.scoring.cost import count_work
-from whence.scoring.self_influence import (
-    Bounds,
-    Calibration,
-    Readings,
-    SelfInfluence,
-    affordable_rank,
-    calibrate,
-    measure_bounds,
-    read_examples,
-)
+from whence.scoring.self_influence import Calibration, Readings, SelfInfluence, calibrate, read_examples
 from whence.solvers.plan import resolve_damping
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.tasks import Task
@@ -239,8 +231,7 @@ class Size:
         rank, at_once = affordable_rank(gnh) if options.rank is None else (options.rank, 8)
         part = options.part_size
         if part is None:
-            work = count_work(gnh.network, gnh.terms.fetch(gnh.terms.longest(2)), gnh.micro_batch)
-            part = part_of_minute(work.gradients(rank))
+            part = part_of_minute(count_work(gnh).gradients(rank))
         return Size(rank, at_once, part)
 
 

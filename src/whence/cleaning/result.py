@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from whence.attribution.page import checked_file, write_page
-from whence.attribution.ranking import import_pandas
 from whence.cleaning.page import render
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
+from whence.libraries import load_library
 from whence.runs import Scalar, holds, read
 from whence.runs.files import replace_file
 from whence.scoring.self_influence import SelfInfluence
@@ -243,7 +243,7 @@ class Cleaning:
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` of all examples, the most suspicious first."""
-        return import_pandas().DataFrame(self.rows())
+        return load_library("pandas", "pandas", "to make a data frame").DataFrame(self.rows())
 
     def to_csv(self, path: str | Path) -> Path:
         """Write all examples, the most suspicious first. Returns the path.

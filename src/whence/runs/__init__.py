@@ -1,18 +1,10 @@
 """The run directory: what makes a run resumable and its result readable by others."""
 
 from whence.runs.codec import as_json
-from whence.runs.directory import (
-    Journal,
-    Run,
-    Scalar,
-    check,
-    environment,
-    holds,
-    read,
-    read_table,
-    read_value,
-    write_value,
-)
+from whence.runs.directory import Run, check, environment, holds, read
+from whence.runs.files import read_value, write_value
+from whence.runs.journal import Journal
+from whence.runs.manifest import Scalar
 
 __all__ = [
     "Journal",
@@ -23,7 +15,6 @@ __all__ = [
     "environment",
     "holds",
     "read",
-    "read_table",
     "read_value",
     "write_value",
 ]

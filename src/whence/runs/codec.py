@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -98,14 +98,10 @@ def inlined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """
     left = dict(tensors)
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, _TensorNode) and node["tensor"] in left:
-            return node | _numbers(left.pop(node["tensor"]))
-        if isinstance(node, dict):
-            return {key: walk(value) for key, value in node.items()}
-        return [walk(value) for value in node] if isinstance(node, list) else node
+    def put(node: _TensorNode) -> Any:  # the numbers where it stands first
+        return node | _numbers(left.pop(node["tensor"])) if node["tensor"] in left else node
 
-    found = walk(tree)
+    found = _with_tensors(tree, put)
     exact = all(_same_bits(tensor, _from_numbers(**_numbers(tensor))) for tensor in tensors.values())
     return found if exact and not left else None
 
@@ -114,16 +110,12 @@ def as_json(value: Any) -> Any:
     """A value as JSON for scripts, its tensors as (nested) lists of numbers; "NaN" and "Infinity" are words."""
     tree, tensors = encode(value)
 
-    def plain(node: Any) -> Any:
-        if isinstance(node, _TensorNode):
-            return plain(tensors[node["tensor"]].tolist())
-        if isinstance(node, dict):
-            return {key: plain(each) for key, each in node.items()}
-        if isinstance(node, list):
-            return [plain(each) for each in node]
-        return _number(node) if isinstance(node, float) else node
+    def plain(numbers: Any) -> Any:
+        if isinstance(numbers, list):
+            return [plain(each) for each in numbers]
+        return _number(numbers) if isinstance(numbers, float) else numbers
 
-    return plain(tree)
+    return _with_tensors(tree, lambda node: plain(tensors[node["tensor"]].tolist()))
 
 
 # --- values to trees ---------------------------------------------------------------------------------------------
@@ -131,6 +123,15 @@ def as_json(value: Any) -> Any:
 
 class _TensorNode(dict[str, Any]):
     """Where a tensor stands in a tree."""
+
+
+def _with_tensors(node: Any, put: Callable[[_TensorNode], Any]) -> Any:
+    """The tree with something else where its tensors stand."""
+    if isinstance(node, _TensorNode):
+        return put(node)
+    if isinstance(node, dict):
+        return {key: _with_tensors(value, put) for key, value in node.items()}
+    return [_with_tensors(value, put) for value in node] if isinstance(node, list) else node
 
 
 class _Writer:

@@ -1,4 +1,4 @@
-"""`Run`: a run directory, where every phase leaves what it found; and `Journal`, for a phase under way.
+"""`Run`: a run directory, where every phase leaves what it found.
 
 An artifact that is there is read and not computed again, so that a run that is begun again is a replay of what was
 done, and goes on from there. What is on disk, and what keeps it whole: `whence.runs.manifest`.
@@ -6,52 +6,30 @@ done, and goes on from there. What is on disk, and what keeps it whole: `whence.
 
 from __future__ import annotations
 
+import errno
+import os
 import platform
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from whence.errors import RunDirectoryError, StorageError, WhenceWarning
+from whence.operators import LinearOperator
 from whence.runs import files
-from whence.runs.codec import decode, encode, saved_fields
-from whence.runs.codec import identity as memory_of
-from whence.runs.lock import lock
-from whence.runs.manifest import Manifest, Scalar, version_of
-from whence.vectors import ParamVector
+from whence.runs.codec import encode
+from whence.runs.journal import Journal
+from whence.runs.manifest import Content, Manifest, Scalar, version_of
 
-__all__ = [
-    "Journal",
-    "Remembering",
-    "Run",
-    "Scalar",
-    "check",
-    "environment",
-    "holds",
-    "read",
-    "read_table",
-    "read_value",
-    "write_value",
-]
+__all__ = ["Run", "check", "environment", "holds", "read"]
 
 T = TypeVar("T")
 
 _PACKAGES = ("whence", "torch", "numpy", "transformers", "safetensors", "pyarrow", "curvlinops-for-pytorch")
-
-
-class Remembering(Protocol):
-    """An operator whose later products depend on its earlier ones."""
-
-    def state(self) -> dict[str, float | None]:
-        """What it remembers."""
-
-    def restore_state(self, state: Mapping[str, float | None]) -> None:
-        """Go on from what it remembered."""
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Run:
@@ -91,16 +69,17 @@ class Run:
             raise RunDirectoryError(
                 f"{self.path} is not empty ({foreign[0]!r} is there) and holds no run; give a new directory"
             )
-        release = lock(self.path, may_be_read_only=not is_new)
+        release = _lock(self.path, may_be_read_only=not is_new)
         self._writable = release is not None
         if release is not None:
             self._unlock = weakref.finalize(self, release)
         try:
             if Manifest.is_in(self.path):
                 self._manifest = Manifest.open(self.path)
-                self._check(config, identity)
+                _check_same(self._manifest, config, identity)
             else:
-                self._manifest = Manifest(self.path, config, identity, environment())
+                about = Content(dict(config), dict(identity), environment())
+                self._manifest = Manifest(self.path, about)
                 self._manifest.change({})
             if self._writable:
                 self._manifest.sweep()
@@ -111,35 +90,10 @@ class Run:
     @classmethod
     def again(cls, path: str | Path) -> Run:
         """The run that a directory holds, whatever it is about; or a new one, about nothing."""
-        found = Manifest.open(Path(path)) if Manifest.is_in(Path(path)) else None
-        return (
-            cls(path, {}, identity={}) if found is None else cls(path, found.config, identity=found.identity)
-        )
-
-    def _check(self, config: Mapping[str, Scalar], identity: Mapping[str, str]) -> None:
-        assert self._manifest is not None
-        differences = [
-            *_differences(self._manifest.config, config),
-            *_differences(self._manifest.identity, identity),
-        ]
-        if differences:
-            raise RunDirectoryError(
-                f"{self.path} holds a run of another configuration ({'; '.join(differences)}). "
-                "Give another directory, or the same settings to go on with that run"
-            )
-        before, here = self._manifest.environment, environment()
-        changed = [
-            f"{_shown(name)} {_shown(before[name])} → {here.get(name)}"
-            for name in before
-            if before[name] != here.get(name)
-        ]
-        if changed:
-            warnings.warn(
-                f"{self.path} was begun in another environment ({', '.join(changed)}); the result will differ in "
-                "its last digits from an uninterrupted run",
-                WhenceWarning,
-                stacklevel=3,
-            )
+        if not Manifest.is_in(Path(path)):
+            return cls(path, {}, identity={})
+        found = Manifest.open(Path(path)).content
+        return cls(path, found.config, identity=found.identity)
 
     def __enter__(self) -> Run:
         return self
@@ -148,8 +102,6 @@ class Run:
         """Let others use the directory; from here on it is only read."""
         self._writable = False
         self._unlock()
-
-    # --- artifacts ---------------------------------------------------------------------------------------
 
     def has(self, name: str) -> bool:
         """Whether an artifact is there."""
@@ -161,7 +113,7 @@ class Run:
         cls: type[T],
         compute: Callable[[], T],
         *,
-        operator: Remembering | None = None,
+        operator: LinearOperator | None = None,
         device: torch.device | str = "cpu",
     ) -> T:
         """An artifact, computed only where it is not there yet; always as it was read.
@@ -177,205 +129,86 @@ class Run:
             RunDirectoryError: the artifact was damaged.
             StorageError: it cannot be written; what was there before is still there.
         """
-        manifest = self._manifest
-        if manifest is None:
+        if self._manifest is None:
             return compute()
         if not self.has(name):
-            self._check_writable(name)
+            manifest = self._writing(name)
             file = files.write_tree(manifest.place(name), *encode(compute(), cls))
             manifest.change({name: file}, operators={} if operator is None else {name: operator.state()})
-        value = manifest.value(name, cls, device=device)
+        value = self._manifest.value(name, cls, device=device)
         if operator is not None:
-            operator.restore_state(manifest.operator(name))
+            operator.restore_state(self._manifest.operator(name))
         return value
 
     def keep_table(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Equally long numpy columns of whole numbers or float64, as a Parquet file; otherwise as `keep`."""
-        manifest = self._manifest
-        if manifest is None:
+        if self._manifest is None:
             return dict(compute())
         if not self.has(name):
-            self._check_writable(name)
-            place = manifest.place(name)
-            file = place.with_name(place.name + ".parquet")
-            files.write_table(file, compute())
-            manifest.change({name: file})
-        return files.read_table(manifest.file(name))
+            manifest = self._writing(name)
+            manifest.change({name: files.write_table(manifest.place(name), compute())})
+        return files.read_table(self._manifest.file(name))
 
     def put(self, name: str, cls: type[T], value: T) -> T:
         """Keep an artifact in place of an earlier one, which is there until then."""
-        manifest = self._manifest
-        if manifest is None:
+        if self._manifest is None:
             return value
-        self._check_writable(name)
+        manifest = self._writing(name)
         place = manifest.place(f"{name}.{manifest.next_number()}")
         manifest.change({name: files.write_tree(place, *encode(value, cls))})
         return manifest.value(name, cls)
 
     def drop(self, name: str) -> None:
         """Forget an artifact, if it is there."""
-        if self._manifest is not None and self.has(name):
-            self._check_writable(name)
-            self._manifest.change({}, remove=[name])
+        if self.has(name):
+            self._writing(name).change({}, remove=[name])
 
     def journal(
         self, name: str, cls: type[T], *, seconds: float = 30.0, device: torch.device | str = "cpu"
     ) -> Journal[T]:
         """A journal of this name, for states of this class."""
-        memory = self._states if self._manifest is None else None
-        return Journal(self._manifest, name, cls, seconds=seconds, device=device, memory=memory)
+        place = self._states if self._manifest is None else self._manifest
+        return Journal(place, name, cls, seconds=seconds, device=device)
 
-    def _check_writable(self, name: str) -> None:
-        if not self._writable:
+    def _writing(self, name: str) -> Manifest:
+        if self._manifest is None or not self._writable:
             raise StorageError(
                 f"{self.path} cannot be written to (read-only, or closed), so {name!r} cannot be kept. "
                 "Change its permissions, or choose another directory"
             )
+        return self._manifest
 
 
-class Journal(Generic[T]):
-    """Writes the state of something under way down, every so many seconds.
-
-    Fields of the state's dataclasses with ``metadata={"appended": True}`` are lists of vectors that only grow, or begin
-    again, and whose items never change: an item is written once, to a file of its own, and later states refer to it.
-
-    Args:
-        manifest: of the run directory; None where there is none.
-        name: the journal's, as an artifact.
-        cls: the state's dataclass.
-        seconds: between two writings.
-        device: where restored vectors go.
-        memory: keeps the last state itself where there is no directory.
-    """
-
-    def __init__(
-        self,
-        manifest: Manifest | None,
-        name: str,
-        cls: type[T],
-        *,
-        seconds: float,
-        device: torch.device | str,
-        memory: dict[str, Any] | None = None,
-    ) -> None:
-        self._memory = memory
-        self._manifest, self._name, self._cls = manifest, name, cls
-        self._record: Any = make_dataclass("Record", [("items", list[str]), ("state", cls)])
-        self._seconds, self._device = seconds, device
-        self._written = time.monotonic()
-        # by id: an item that was written, its artifact, and its file where the manifest does not name it yet
-        self._items: dict[int, tuple[ParamVector, str, Path | None]] = {}
-
-    def restore(self) -> T | None:
-        """The state last written, or None."""
-        if self._manifest is None:
-            return None if self._memory is None else self._memory.get(self._name)
-        if self._name not in self._manifest:
-            return None
-        there = self._manifest.names(self._name + ".")
-        record = self._manifest.value(self._name, self._record, device=self._device, more=there)
-        items = list(_appended(record.state))
-        if len(items) != len(record.items) or set(record.items) != set(there):
-            raise RunDirectoryError(
-                f"{self._manifest.file(self._name)} does not fit its items. {files.REMEDY}"
-            )
-        self._items = {id(item): (item, name, None) for item, name in zip(items, record.items, strict=True)}
-        state: T = record.state
-        return state
-
-    def record(self, state: T, *, now: bool = False) -> None:
-        """Write the state down if it is time to, or at once."""
-        manifest = self._manifest
-        if self._memory is not None:
-            self._memory[self._name] = state
-        if manifest is None or not (now or time.monotonic() - self._written >= self._seconds):
-            return
-        items = list(_appended(state))
-        known: dict[Any, str] = {}
-        add: dict[str, Path] = {}
-        for item in items:
-            _, name, file = self._items.get(id(item)) or (
-                item,
-                f"{self._name}.{manifest.next_number()}",
-                None,
-            )
-            tree, tensors = encode(item, ParamVector, prefix=name)
-            if id(item) not in self._items:
-                file = files.write_tree(manifest.place(name), tree, tensors)
-                self._items[id(item)] = item, name, file
-            if file is not None and name not in manifest:
-                add[name] = file
-            known |= {memory_of(tensor): key for key, tensor in tensors.items()}
-        self._items = {id(item): self._items[id(item)] for item in items}
-        order = [name for _, name, _ in self._items.values()]
-        place = manifest.place(f"{self._name}.{manifest.next_number()}")
-        add[self._name] = files.write_tree(
-            place, *encode(self._record(order, state), self._record, known=known)
-        )
-        manifest.change(add, remove=set(manifest.names(self._name + ".")) - set(order))
-        self._written = time.monotonic()
-
-    def clear(self) -> None:
-        """Forget the state: what it led to is kept elsewhere."""
-        if self._memory is not None:
-            self._memory.pop(self._name, None)
-        if self._manifest is not None and self._name in self._manifest:
-            self._manifest.change({}, remove=[self._name, *self._manifest.names(self._name + ".")])
-        self._items.clear()
-
-
-def _appended(state: Any) -> Iterator[ParamVector]:
-    """The items of all fields that are only appended to, each once."""
-    seen: set[int] = set()
-
-    def walk(value: Any) -> Iterator[ParamVector]:
-        kind: Any = type(value)
-        for field, _ in saved_fields(kind):
-            inner = getattr(value, field.name)
-            if field.metadata.get("appended"):
-                yield from inner
-            elif is_dataclass(inner):
-                yield from walk(inner)
-
-    for item in walk(state):
-        if id(item) not in seen:
-            seen.add(id(item))
-            yield item
-
-
-# --- single files ---------------------------------------------------------------------------------------------------
-
-
-def write_value(path: Path, value: Any) -> None:
-    """One file of a value that belongs to no run; `read_value` reads it back."""
-    tree, tensors = encode(value)
-    files.write_safetensors(path, tree, tensors)
-
-
-def read_value(path: Path, cls: type[T]) -> T:
-    """What `write_value` wrote.
-
-    Raises:
-        RunDirectoryError: the file is not that, or was damaged.
-    """
-    tree, tensors = files.read_tree(path)
+def _lock(path: Path, *, may_be_read_only: bool) -> Callable[[], None] | None:
+    """Keep other runs out until the result is called, or the process dies; None where a directory is read-only."""
     try:
-        return decode(cls, tree, tensors)
-    except RunDirectoryError as error:
-        raise RunDirectoryError(f"{path} holds no {cls.__name__}: {error}") from error
+        import fcntl
+    except ImportError:  # no such locks on this system
+        return lambda: None
+    try:
+        handle = os.open(path / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if may_be_read_only and error.errno in _READ_ONLY:
+            return None
+        raise StorageError(
+            f"{path} cannot be written to ({error}). Change its permissions, or choose another directory"
+        ) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise RunDirectoryError(
+            f"{path} is being used by another call or process; wait for it, or give another directory"
+        ) from error
+    return lambda: os.close(handle)
 
 
-# --- reading finished runs -----------------------------------------------------------------------------------------
+# --- reading, whatever a run's configuration -------------------------------------------------------------------------
 
 
-def read(path: str | Path, name: str, cls: type[T], *, device: torch.device | str = "cpu") -> T:
-    """An artifact of a run directory, whatever its configuration."""
-    return Manifest.open(Path(path)).value(name, cls, device=device)
-
-
-def read_table(path: str | Path, name: str) -> dict[str, Any]:
-    """A table of a run directory, whatever its configuration."""
-    return files.read_table(Manifest.open(Path(path)).file(name))
+def read(path: str | Path, name: str, cls: type[T]) -> T:
+    """An artifact of a run directory."""
+    return Manifest.open(Path(path)).value(name, cls)
 
 
 def holds(path: str | Path, name: str) -> bool:
@@ -398,6 +231,9 @@ def check(path: str | Path) -> None:
         manifest.file(name)
 
 
+# --- is it the same run? ------------------------------------------------------------------------------------------
+
+
 def environment() -> dict[str, str]:
     """Versions and machine: what the last bits of a result depend on beside its configuration."""
     found = {name: version_of(name) for name in _PACKAGES}
@@ -409,7 +245,28 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in found.items() if value} | machine
 
 
-# --- differences ----------------------------------------------------------------------------------------------
+def _check_same(manifest: Manifest, config: Mapping[str, Scalar], identity: Mapping[str, str]) -> None:
+    """Refuse another configuration or identity, and warn of another environment."""
+    there = manifest.content
+    differences = [*_differences(there.config, config), *_differences(there.identity, identity)]
+    if differences:
+        raise RunDirectoryError(
+            f"{manifest.path} holds a run of another configuration ({'; '.join(differences)}). "
+            "Give another directory, or the same settings to go on with that run"
+        )
+    here = environment()
+    changed = [
+        f"{_shown(name)} {_shown(before)} → {here.get(name)}"
+        for name, before in there.environment.items()
+        if before != here.get(name)
+    ]
+    if changed:
+        warnings.warn(
+            f"{manifest.path} was begun in another environment ({', '.join(changed)}); the result will differ in "
+            "its last digits from an uninterrupted run",
+            WhenceWarning,
+            stacklevel=3,
+        )
 
 
 def _differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

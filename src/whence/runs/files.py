@@ -12,17 +12,18 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from whence.errors import RunDirectoryError, StorageError
-from whence.runs.codec import inlined
+from whence.runs.codec import decode, encode, inlined
 
 __all__ = [
     "REMEDY",
@@ -32,12 +33,15 @@ __all__ = [
     "parse_json",
     "read_table",
     "read_tree",
+    "read_value",
     "replace_file",
     "write_bytes",
-    "write_safetensors",
     "write_table",
     "write_tree",
+    "write_value",
 ]
+
+T = TypeVar("T")
 
 #: How temporary files begin; what a killed process left is cleaned up by its prefix.
 TEMPORARY = ".unfinished-"
@@ -103,12 +107,11 @@ def write_tree(place: Path, tree: Any, tensors: Mapping[str, Tensor]) -> Path:
     if readable is not None:
         write_bytes(path, json_bytes(readable))
     else:
-        write_safetensors(path, tree, tensors)
+        _write_safetensors(path, tree, tensors)
     return path
 
 
-def write_safetensors(path: Path, tree: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Write what `whence.runs.codec.encode` returned, with the tree as the file's metadata."""
+def _write_safetensors(path: Path, tree: Any, tensors: Mapping[str, Tensor]) -> None:
     stored = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
     owners = {tensor.untyped_storage().data_ptr(): key for key, tensor in stored.items()}
     for key, tensor in stored.items():  # views of one memory have to be parted
@@ -117,27 +120,48 @@ def write_safetensors(path: Path, tree: Any, tensors: Mapping[str, Tensor]) -> N
     replace_file(path, lambda temporary: save_file(stored, temporary, metadata=notes))
 
 
+def write_value(path: Path, value: Any) -> None:
+    """One file (safetensors) of a value that belongs to no run; `read_value` reads it back."""
+    _write_safetensors(path, *encode(value))
+
+
 def read_tree(path: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Read what `write_tree` wrote, the tensors in fresh memory.
+    """What `write_tree` wrote, the tensors in fresh memory.
 
     Raises:
         RunDirectoryError: it cannot be read; names the file.
     """
-    try:
+    with _refusing(path):
         if path.suffix == ".json":
             return parse_json(path.read_bytes()), {}
         with safe_open(path, framework="pt") as file:  # compares all sizes with the file's own
             tree = parse_json((file.metadata() or {})["tree"].encode())
             # Copies, in memory aligned as torch's own is: the last bits of an inner product depend on it.
             return tree, {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-    except Exception as error:  # whatever is in it
-        raise RunDirectoryError(
-            f"{path} cannot be read ({error!s:.300}): it was damaged or changed. {REMEDY}"
-        ) from error
 
 
-def write_table(path: Path, columns: Mapping[str, Any]) -> None:
-    """Write equally long numpy columns of whole numbers or float64 as Parquet, so that its size tells its length."""
+def read_value(
+    path: Path, cls: type[T], *, device: torch.device | str = "cpu", more: Iterable[Path] = ()
+) -> T:
+    """The value in a file, its vectors on a device; ``more`` are other files with tensors it refers to.
+
+    Raises:
+        RunDirectoryError: the file is not that, or was damaged.
+    """
+    tree, tensors = read_tree(path)
+    for other in more:
+        tensors |= read_tree(other)[1]
+    try:
+        return decode(cls, tree, tensors, device=device)
+    except RunDirectoryError as error:
+        raise RunDirectoryError(f"{path} cannot be used: {error}. {REMEDY}") from error
+
+
+def write_table(place: Path, columns: Mapping[str, Any]) -> Path:
+    """Write equally long numpy columns of whole numbers or float64 as ``place.parquet``, and return the file.
+
+    Nothing is compressed, so that its size tells its length.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -146,21 +170,22 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> None:
             raise TypeError(
                 f"{name!r} is of {column.dtype} and shape {column.shape}; whole numbers or float64 in a row"
             )
-    table = pa.table(dict(columns))
+    path, table = place.with_name(place.name + ".parquet"), pa.table(dict(columns))
     replace_file(
         path, lambda temporary: pq.write_table(table, temporary, compression="none", use_dictionary=False)
     )
+    return path
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Read what `write_table` wrote.
+    """What `write_table` wrote.
 
     Raises:
         RunDirectoryError: it cannot be read; names the file.
     """
     import pyarrow.parquet as pq
 
-    try:
+    with _refusing(path):
         with pq.ParquetFile(path) as file:
             types = {field.name: field.type.to_pandas_dtype() for field in file.schema_arrow}
             width = sum(np.dtype(kind).itemsize for kind in types.values())
@@ -172,6 +197,12 @@ def read_table(path: Path) -> dict[str, Any]:
         ):
             raise ValueError("a column is not of numbers")
         return {name: table[name].to_numpy().copy() for name in types}
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # whatever is in it
         raise RunDirectoryError(
             f"{path} cannot be read ({error!s:.300}): it was damaged or changed. {REMEDY}"

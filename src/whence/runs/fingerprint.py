@@ -1,8 +1,7 @@
 """Fingerprints: telling whether a model, a data set or a query is the one a run was begun with.
 
-A model's covers every byte of every tensor. A
-data set's covers its length and a few hundred examples spread over it: reading all images of a large one only to
-recognise it would take longer than many a run.
+A model's covers every byte of every tensor. A data set's covers its length and a few hundred examples spread over it:
+reading all images of a large one only to recognise it would take longer than many a run.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,7 +33,7 @@ from whence.errors import RunDirectoryError
 from whence.runs import files
 from whence.runs.codec import decode, encode
 
-__all__ = ["FORMAT", "Manifest", "Scalar", "version_of"]
+__all__ = ["FORMAT", "Content", "Manifest", "Scalar", "version_of"]
 
 T = TypeVar("T")
 #: A value of an option.
@@ -52,35 +52,32 @@ class _Artifact:
     blake2b: str
 
 
-@dataclass
-class _Content:
-    config: dict[str, Scalar]
-    identity: dict[str, str]
-    environment: dict[str, str]
-    artifacts: dict[str, _Artifact]
-    operators: dict[str, dict[str, float | None]]
+@dataclass(frozen=True)
+class Content:
+    """What a manifest says.
 
-
-class Manifest:
-    """A run directory's manifest.
-
-    Args:
-        path: the directory.
+    Attributes:
         config: what was asked: option -> value.
         identity: name -> fingerprint of what it was asked about.
         environment: versions and machine.
+        artifacts: name -> its file.
+        operators: name -> what the operator remembered after that artifact was computed.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        config: Mapping[str, Scalar],
-        identity: Mapping[str, str],
-        environment: Mapping[str, str],
-    ) -> None:
-        self.path = path
-        self._content = _Content(dict(config), dict(identity), dict(environment), {}, {})
-        self._number = 0
+    config: dict[str, Scalar]
+    identity: dict[str, str]
+    environment: dict[str, str]
+    artifacts: dict[str, _Artifact] = field(default_factory=dict)
+    operators: dict[str, dict[str, float | None]] = field(default_factory=dict)
+
+
+class Manifest:
+    """The manifest of the run directory ``path``."""
+
+    def __init__(self, path: Path, content: Content) -> None:
+        self.path, self.content = path, content
+        numbers = (_NUMBERED.fullmatch(artifact.file) for artifact in content.artifacts.values())
+        self._number = max((int(number[1]) for number in numbers if number), default=0)
 
     @classmethod
     def open(cls, path: Path) -> Manifest:
@@ -94,20 +91,15 @@ class Manifest:
         file = _regular(path, "manifest.json")
         tree, _ = files.read_tree(file)
         try:
-            if (form := tree["format"]) != FORMAT:  # which may have had another checksum, or none
-                _refuse_format(path, form, file.name)
-            if tree.pop("blake2b") != _digest(tree):
-                raise ValueError("its checksum is another")
-            del tree["format"]
-            found = cls(path, {}, {}, {})
-            found._content = decode(_Content, tree, {})
-        except RunDirectoryError:
-            raise
+            form = tree["format"]
+            if form == FORMAT:  # others may have had another checksum, or none
+                if tree.pop("blake2b") != _digest(tree):
+                    raise ValueError("its checksum is another")
+                del tree["format"]
+                return cls(path, decode(Content, tree, {}))
         except Exception as error:
             raise RunDirectoryError(f"{file} was damaged or changed ({error}). {files.REMEDY}") from error
-        numbers = (_NUMBERED.fullmatch(artifact.file) for artifact in found._content.artifacts.values())
-        found._number = max((int(number[1]) for number in numbers if number), default=0)
-        return found
+        raise _other_format(path, form, file.name)
 
     @staticmethod
     def is_in(path: Path) -> bool:
@@ -121,30 +113,15 @@ class Manifest:
                 form = json.loads((path / "config.json").read_bytes())["format"]
             except Exception:  # something else
                 return False
-            _refuse_format(path, form, "environment.json")
+            raise _other_format(path, form, "environment.json")
         return True
 
-    @property
-    def config(self) -> dict[str, Scalar]:
-        """Option -> value."""
-        return self._content.config
-
-    @property
-    def identity(self) -> dict[str, str]:
-        """Name -> fingerprint."""
-        return self._content.identity
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Versions and machine."""
-        return self._content.environment
-
     def __contains__(self, name: str) -> bool:
-        return name in self._content.artifacts
+        return name in self.content.artifacts
 
     def names(self, begin: str = "") -> list[str]:
         """The artifacts there are whose names begin so."""
-        return [name for name in self._content.artifacts if name.startswith(begin)]
+        return [name for name in self.content.artifacts if name.startswith(begin)]
 
     # --- reading -----------------------------------------------------------------------------------------
 
@@ -154,7 +131,7 @@ class Manifest:
         Raises:
             RunDirectoryError: there is no such artifact, or it was damaged.
         """
-        artifact = self._content.artifacts.get(name)
+        artifact = self.content.artifacts.get(name)
         if artifact is None:
             raise RunDirectoryError(
                 f"{self.path} lacks {name!r}: the run is unfinished. Run the same command again to complete it"
@@ -168,19 +145,13 @@ class Manifest:
         self, name: str, cls: type[T], *, device: torch.device | str = "cpu", more: Iterable[str] = ()
     ) -> T:
         """An artifact; ``more`` name others that hold tensors it refers to."""
-        path = self.file(name)
-        tree, tensors = files.read_tree(path)
-        for other in more:
-            tensors |= files.read_tree(self.file(other))[1]
-        try:
-            return decode(cls, tree, tensors, device=device)
-        except RunDirectoryError as error:
-            raise RunDirectoryError(f"{path} cannot be used: {error}. {files.REMEDY}") from error
+        others = [self.file(other) for other in more]
+        return files.read_value(self.file(name), cls, device=device, more=others)
 
     def operator(self, name: str) -> dict[str, float | None]:
         """What the operator remembered after an artifact was computed."""
         try:
-            return self._content.operators[name]
+            return self.content.operators[name]
         except KeyError:
             raise RunDirectoryError(
                 f"{self.path} does not say what the operator remembered after {name!r}. {files.REMEDY}"
@@ -209,17 +180,17 @@ class Manifest:
         operators: Mapping[str, Mapping[str, float | None]] | None = None,
     ) -> None:
         """Name files that were written, and forget others: the manifest first, then the files it named before."""
-        before, gone = self._content, set(remove)
+        before, gone = self.content, set(remove)
         artifacts = {name: artifact for name, artifact in before.artifacts.items() if name not in gone}
         for name, path in add.items():
             file = path.relative_to(self.path).as_posix()
             artifacts[name] = _Artifact(file, path.stat().st_size, files.checksum(path))
         remembered = {name: state for name, state in before.operators.items() if name not in gone}
         remembered |= {name: dict(state) for name, state in (operators or {}).items()}
-        content = _Content(before.config, before.identity, before.environment, artifacts, remembered)
+        content = replace(before, artifacts=artifacts, operators=remembered)
         tree = {"format": FORMAT, **encode(content)[0]}
         files.write_bytes(self.path / "manifest.json", files.json_bytes({**tree, "blake2b": _digest(tree)}))
-        self._content = content
+        self.content = content
         named = {artifact.file for artifact in artifacts.values()}
         for artifact in before.artifacts.values():
             if artifact.file not in named:
@@ -228,22 +199,19 @@ class Manifest:
 
     def sweep(self) -> None:
         """Delete what a killed process left: temporary files, and numbered ones that are not named."""
-        named = {artifact.file for artifact in self._content.artifacts.values()}
+        named = {self.path / artifact.file for artifact in self.content.artifacts.values()}
         for directory, below, names in os.walk(self.path):
-            below[:] = [
-                name for name in below if not (Path(directory, name) / "manifest.json").exists()
-            ]  # other runs
-            for path in (Path(directory) / name for name in names):
-                numbered = (
-                    _NUMBERED.fullmatch(path.name) and path.relative_to(self.path).as_posix() not in named
-                )
+            other_runs = [name for name in below if Path(directory, name, "manifest.json").exists()]
+            below[:] = [name for name in below if name not in other_runs]
+            for path in (Path(directory, name) for name in names):
+                numbered = _NUMBERED.fullmatch(path.name) and path not in named
                 if path.name.startswith(files.TEMPORARY) or numbered:
                     with contextlib.suppress(OSError):
                         path.unlink()
 
 
-def _refuse_format(path: Path, form: Any, where: str) -> NoReturn:
-    raise RunDirectoryError(
+def _other_format(path: Path, form: Any, where: str) -> RunDirectoryError:
+    return RunDirectoryError(
         f"{path} is of format {form!r:.20}, this whence ({version_of('whence')}) reads format {FORMAT}. "
         f"Use the version that wrote it (see {where}), or run again in a new directory"
     )

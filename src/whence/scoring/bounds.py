@@ -8,8 +8,8 @@ and for every w
 *a* is proven (`LowRank.smallest`). Nyström's ``N = UΛUᵀ`` has ``N ≼ H``, so that P lies below H + λ and a is 1 but for
 rounding: q is an upper bound of s.
 
-*b* is measured by k steps of Lanczos from a random start. The Ritz value θ ≤ b misses more than a part ε of the
-spectrum's width with probability ``1.648·√p·exp(-√ε(2k-1))`` at most, in dimension p. The spectrum begins at a, so
+*b* is measured by k steps of Lanczos from a random start in dimension p, whose Ritz value θ may miss a part ε of the
+spectrum's width (docs/math.md, "The largest eigenvalue by Lanczos"). The spectrum begins at a, so
 
     b ≤ a + (θ - a)/(1 - ε),       ε = (log(1.648·√p/δ) / (2k - 1))²,       with probability 1 - δ.
 """
@@ -59,7 +59,6 @@ class Bounds:
     problems: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "problems", tuple(self.problems))  # JSON has lists
         if not 0 < self.smallest <= self.largest < math.inf:
             raise OptionError(f"bounds {self.smallest} and {self.largest} are not positive and in order")
 

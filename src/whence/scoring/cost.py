@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from whence.model.network import Network
+from whence.model.gauss_newton import GaussNewton
 from whence.tasks import Batch
 
 __all__ = ["Work", "count_work"]
@@ -56,23 +56,26 @@ class Work:
     @property
     def launching(self) -> float:
         """Flops' worth of starting a forward pass."""
-        return _EXCHANGE.get(self.device, _EXCHANGE["cpu"])[0] * self.launches
+        return self._exchange[0] * self.launches
+
+    @property
+    def _exchange(self) -> tuple[float, float]:
+        return _EXCHANGE.get(self.device, _EXCHANGE["cpu"])
 
     def directional(self, directions: int, *, exact: bool, vectorised: bool) -> float:
         """Flops' worth of directional derivatives, per example."""
-        launch, move = _EXCHANGE.get(self.device, _EXCHANGE["cpu"])
-        overhead = launch * self.launches / self.batch
+        overhead = self.launching / self.batch
         if not exact:
-            return directions * (2 * self.flops + 2 * (overhead + move * self.parameters / self.batch))
+            moving = self._exchange[1] * self.parameters / self.batch
+            return directions * (2 * self.flops + 2 * (overhead + moving))
         if vectorised:
             return (1 + 2 * directions) * self.flops + 3 * overhead
         return directions * (3 * self.flops + 3 * overhead)
 
     def gradients(self, directions: int) -> float:
         """Flops' worth of one backward per example and its products with all directions."""
-        launch, move = _EXCHANGE.get(self.device, _EXCHANGE["cpu"])
-        passes = 3 * (_SLOWER_ALONE * self.flops + launch * self.launches)
-        return passes + move * (2 + directions) * self.parameters
+        passes = 3 * (_SLOWER_ALONE * self.flops + self.launching)
+        return passes + self._exchange[1] * (2 + directions) * self.parameters
 
     def switch_point(self, *, exact: bool, vectorised: bool) -> int:
         """The smallest number of directions for which gradients are cheaper."""
@@ -82,16 +85,17 @@ class Work:
         return 100_000
 
 
-def count_work(network: Network, pilot: Batch, batch: int) -> Work:
-    """Count one forward pass over the pilot."""
-    launches = _Launches()
+def count_work(gnh: GaussNewton, pilot: Batch | None = None) -> Work:
+    """Count one forward pass over the pilot; by default, over the two longest examples of the operator's data."""
+    network, launches = gnh.network, _Launches()
+    pilot = gnh.terms.fetch(gnh.terms.longest(2)) if pilot is None else pilot
     with torch.no_grad(), FlopCounterMode(display=False) as counter, launches:
         network.outputs(pilot)
     return Work(
         flops=counter.get_total_flops() / pilot.size,
         launches=launches.count,
         parameters=sum(p.numel() for p in network.parameters.values()),
-        batch=batch,
+        batch=gnh.micro_batch,
         device=network.device.type,
     )
 

@@ -16,8 +16,7 @@ from whence.errors import OptionError, VectorError
 from whence.model.data import TermSet
 from whence.model.gauss_newton import GaussNewton
 from whence.scoring.cost import Work, count_work
-from whence.scoring.directional import DirectionalDerivatives
-from whence.scoring.per_example import gradient_products
+from whence.scoring.derivatives import DirectionalDerivatives, gradient_products
 from whence.tasks import Batch
 from whence.vectors import ParamVector
 
@@ -81,18 +80,16 @@ class Scorer:
         self.terms.expect_outputs(gnh.terms.width)
         self._pilot = self.terms.fetch(self.terms.longest(2))
         #: The counted work of one example, and what the choice was made from.
-        self.work: Work = count_work(gnh.network, self._pilot, gnh.micro_batch)
-        vectorised = gnh.product == "exact" and gnh.vectorises(self._pilot, directions)
+        self.work: Work = count_work(gnh, self._pilot)
+        exact = gnh.product == "exact"
+        vectorised = exact and gnh.vectorises(self._pilot, directions)
         #: Whether lengths of gradients can be asked for.
         self.norms = norms
-        self._probes = _PROBES if norms else 0
+        self._count, self._probes = directions.columns or 1, _PROBES if norms else 0
+        together = self._count + self._probes
         self._costs = {
-            "directional": self.work.directional(
-                (directions.columns or 1) + self._probes,
-                exact=gnh.product == "exact",
-                vectorised=vectorised,
-            ),
-            "gradients": self.work.gradients(directions.columns or 1),
+            "directional": self.work.directional(together, exact=exact, vectorised=vectorised),
+            "gradients": self.work.gradients(self._count),
         }
         #: ``"directional"`` or ``"gradients"``.
         self.method: str = min(self._costs, key=self._costs.__getitem__) if method == "auto" else method
@@ -112,8 +109,7 @@ class Scorer:
         )
         other = "gradients" if self.method == "directional" else "directional"
         ratio = self._costs[other] / self._costs[self.method]
-        count = self.directions.columns or 1
-        along = f"{count} direction{'' if count == 1 else 's'}"
+        along = f"{self._count} direction{'' if self._count == 1 else 's'}"
         if ratio < 1:
             return f"{how}, as asked for; the other way would cost 1/{1 / ratio:.2g} of it for {along}"
         return f"{how}, {ratio:.2g} times cheaper than the other way for {along}"
@@ -130,7 +126,7 @@ class Scorer:
         return rows, squares.sqrt()
 
     def _score(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        k = self.directions.columns or 1
+        k = self._count
         if self.method == "gradients":
             result = torch.zeros(k, len(positions), dtype=torch.float64)
             squares = torch.zeros(len(positions), dtype=torch.float64)
@@ -151,11 +147,10 @@ class Scorer:
         directional derivatives cost, whichever way scores are computed in.
         """
         result = [torch.empty(0)] * len(positions)
-        k = self.directions.columns or 1
         for columns, shares in self._shares(positions):
             for row, column in enumerate(columns.tolist()):
                 alone = self.terms.fetch(positions[column : column + 1])  # without its batch's padding
-                result[column] = shares[:k, row, : alone.targets[0].numel()]
+                result[column] = shares[: self._count, row, : alone.targets[0].numel()]
         return result
 
     def _shares(self, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -177,7 +172,6 @@ class Scorer:
         """The directions, and normal ones ξ: ``E (∇ℓ(z)ᵀξ)² = ‖∇ℓ(z)‖²``."""
         if not self._probes:
             return self.directions
-        like = self.directions.zeros(self._probes)
-        probes = like.randn_like(torch.Generator().manual_seed(0))
+        probes = self.directions.zeros(self._probes).randn_like(torch.Generator().manual_seed(0))
         together = {name: torch.cat([t, probes[name]]) for name, t in self.directions.items()}
-        return ParamVector(together, columns=(self.directions.columns or 1) + self._probes)
+        return ParamVector(together, columns=self._count + self._probes)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,17 +33,7 @@ from whence.solvers import ConjugateGradient
 from whence.spectrum import Estimate
 from whence.tasks.categorical import CategoricalTask
 
-__all__ = [
-    "Bounds",
-    "Calibration",
-    "Readings",
-    "SelfInfluence",
-    "affordable_rank",
-    "calibrate",
-    "measure_bounds",
-    "read_examples",
-    "self_influence",
-]
+__all__ = ["Calibration", "Readings", "SelfInfluence", "calibrate", "read_examples", "self_influence"]
 
 _CHUNK = 64  # examples between two moves of the progress bar
 _TOLERANCE = 0.1  # of an exact solve; what it leaves of s is the square of that
@@ -82,19 +72,17 @@ class Readings:
     @staticmethod
     def join(parts: Sequence[Readings]) -> Readings:
         """One after the other."""
-        names = [field.name for field in fields(Readings)]
+        names = vars(parts[0])
         return Readings(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
     def columns(self) -> dict[str, np.ndarray]:
         """As a table."""
-        return {each.name: getattr(self, each.name).numpy() for each in fields(Readings)}
+        return {name: column.numpy() for name, column in vars(self).items()}
 
     @staticmethod
     def from_columns(columns: Mapping[str, np.ndarray]) -> Readings:
         """Inverse of `columns`."""
-        return Readings(
-            **{each.name: torch.from_numpy(columns[each.name].copy()) for each in fields(Readings)}
-        )
+        return Readings(**{name: torch.from_numpy(column.copy()) for name, column in columns.items()})
 
 
 def read_examples(
@@ -128,15 +116,13 @@ def _read(scorer: Scorer, P: LowRank, positions: Tensor) -> Readings:
     # Sums of n rounded products: their errors add up as a random walk's steps do.
     longest = max(tensor[0].numel() for tensor in P.vectors.values())
     errors = squares * (P.vectors.rounding * math.sqrt(longest) / P.damping)
-    answers = _answers(scorer.gnh, positions)
-    terms = scorer.terms
     return Readings(
-        indices=terms.indices[positions],
-        terms=terms.counts()[positions],
+        indices=scorer.terms.indices[positions],
+        terms=scorer.terms.counts()[positions],
         norms=norms,
         forms=forms,
         errors=errors,
-        **answers,
+        **_answers(scorer.gnh, positions),
     )
 
 
@@ -161,12 +147,7 @@ def _answers(gnh: GaussNewton, positions: Tensor) -> dict[str, Tensor]:
         raise DataError(
             f"the loss of example {index} is {float(losses[wrong[0]])}; check its inputs and label, or leave it out"
         )
-    return {
-        "losses": losses,
-        "labels": labels,
-        "predictions": predictions,
-        "probabilities": probabilities,
-    }
+    return {"losses": losses, "labels": labels, "predictions": predictions, "probabilities": probabilities}
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,13 @@ def load_model(
 def context_length(config: Any) -> int | None:
     """How many tokens a model with this configuration reads; None if it does not say."""
     for holder in (config, getattr(config, "text_config", None)):
-        for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        for name in (
+            "max_position_embeddings",
+            "n_positions",
+            "max_sequence_length",
+            "max_seq_len",
+            "seq_length",
+        ):
             value = getattr(holder, name, None)
             if isinstance(value, int) and value > 0:
                 return value

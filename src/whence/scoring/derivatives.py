@@ -1,10 +1,11 @@
-"""Scores as directional derivatives: ``∇ℓ_i(z)ᵀu`` for a whole batch at once, without any gradient.
+"""Two ways to ``∇ℓ(z)ᵀu``: directional derivatives of a whole batch, without any gradient; one gradient per example.
 
 The derivative of every term's loss along u is one dual-number forward (exact), or the difference of two plain
 forwards at ``θ ± δu``. A batch's terms come out one by one, so scores per token are free.
 
     exact                ∇ℓ_iᵀ u = ⟨∂ℓ_i/∂h_i, J_i u⟩            one dual forward; several directions vectorised
     finite differences   (ℓ_i(θ+δu) - ℓ_i(θ-δu)) / 2δ          two forwards per direction
+    gradients            Σ_p ⟨u_p, ∂ℓ(z)/∂θ_p⟩                 one backward per example, for all directions
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from whence.model.inspection import check_finite
 from whence.tasks import Batch
 from whence.vectors import ParamVector
 
-__all__ = ["DirectionalDerivatives"]
+__all__ = ["DirectionalDerivatives", "gradient_products"]
 
 
 class DirectionalDerivatives:
@@ -67,3 +68,28 @@ class DirectionalDerivatives:
             check_finite(outputs)
             rows.append(gnh.task.loss_derivatives(outputs, tangent, batch))
         return torch.stack(rows)
+
+
+def gradient_products(gnh: GaussNewton, directions: ParamVector, batch: Batch) -> tuple[Tensor, float]:
+    """``∇ℓ(z)ᵀu``, ``[k]`` in float64, and ``‖∇ℓ(z)‖²``, of one example; ``ℓ(z)`` is the mean over its terms.
+
+    Each parameter's gradient is multiplied with all directions as soon as the backward pass has it, and dropped: a
+    whole gradient never exists.
+    """
+    square = 0.0
+    rows = {name: tensor.flatten(1) for name, tensor in directions.items()}
+    total = torch.zeros(directions.columns or 1, dtype=torch.float64, device=batch.targets.device)
+
+    def receive(name: str, gradient: Tensor) -> None:
+        nonlocal square
+        flat = gradient.reshape(-1).to(rows[name].dtype)
+        total.add_(torch.mv(rows[name], flat))
+        # of an example that the model is certain of, squares of entries are below what float32 can hold
+        square += float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+
+    leaves = gnh.network.leaves()
+    outputs = gnh.network.outputs(batch, leaves)
+    check_finite(outputs)
+    loss = gnh.task.query_losses(outputs, batch).sum()
+    gnh.network.pull_back(loss, leaves, torch.ones_like(loss), receive)
+    return total, square
