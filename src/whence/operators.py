@@ -16,7 +16,7 @@ from torch import Tensor
 from whence.errors import OptionError, VectorError
 from whence.vectors import ParamVector
 
-__all__ = ["Damped", "Dense", "FiniteSum", "LinearOperator", "Rescaled"]
+__all__ = ["Damped", "Dense", "FiniteSum", "LinearOperator"]
 
 
 class LinearOperator(ABC):
@@ -237,73 +237,8 @@ class FiniteSum(LinearOperator):
         return self.sample(batch_size, generator).sample_factor(batch_size, generator)
 
 
-class Rescaled(LinearOperator):
-    """``D^(-1/2) A D^(-1/2)``: an operator in the coordinates ``D^(1/2)u``, in which D is the identity.
-
-    Args:
-        operator: A.
-        scale: the diagonal of ``D^(-1/2)``.
-    """
-
-    def __init__(self, operator: LinearOperator, scale: ParamVector) -> None:
-        self.operator, self.scale = operator, scale
-
-    def zeros(self, columns: int | None = None) -> ParamVector:
-        return self.operator.zeros(columns)
-
-    def matvec(self, vector: ParamVector) -> ParamVector:
-        return self.operator.matvec(self._inside(vector)).mul_(self.scale)
-
-    def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor | None]:
-        product, slopes = self.operator.matvec_with_slopes(self._inside(vector))
-        return product.mul_(self.scale), slopes
-
-    def quadratic_form(self, vector: ParamVector) -> Tensor:
-        return self.operator.quadratic_form(self._inside(vector))
-
-    def _inside(self, vector: ParamVector) -> ParamVector:
-        return vector.clone().mul_(self.scale)
-
-    @property
-    def num_terms(self) -> int:
-        return self.operator.num_terms
-
-    def sample(self, batch_size: int, generator: torch.Generator) -> Rescaled:
-        return Rescaled(self.operator.sample(batch_size, generator), self.scale)
-
-    def subset(self, batch_size: int, generator: torch.Generator, *, distinct: bool = False) -> Rescaled:
-        return Rescaled(self.operator.subset(batch_size, generator, distinct=distinct), self.scale)
-
-    @property
-    def share_of_whole(self) -> float:
-        return self.operator.share_of_whole  # both sides of c·A_B ≼ A are rescaled alike
-
-    def heaviest_term(self, vector: ParamVector) -> tuple[str, float] | None:
-        return self.operator.heaviest_term(self._inside(vector))
-
-    @property
-    def has_factors(self) -> bool:
-        return self.operator.has_factors
-
-    def sample_factor(self, batch_size: int, generator: torch.Generator) -> ParamVector:
-        return self.operator.sample_factor(batch_size, generator).mul_(self.scale)
-
-    def state(self) -> dict[str, float | None]:
-        return self.operator.state()
-
-    def restore_state(self, state: Mapping[str, float | None]) -> None:
-        self.operator.restore_state(state)
-
-
 class Damped(LinearOperator):
-    """``A + λD``, the system that influence functions solve; D is the identity unless a metric is given.
-
-    Solvers work in the coordinates ``D^(1/2)u``, in which the damping is a number: `plain` is the system there.
-
-    Args:
-        operator: A.
-        damping: λ.
-        metric: the diagonal of D, positive; None for the identity.
+    """``A + λI``, the system that influence functions solve.
 
     Example:
         >>> A = Damped(Dense(torch.eye(2)), 0.5)
@@ -311,44 +246,28 @@ class Damped(LinearOperator):
         tensor([1.5000, 1.5000])
     """
 
-    def __init__(self, operator: LinearOperator, damping: float, metric: ParamVector | None = None) -> None:
+    def __init__(self, operator: LinearOperator, damping: float) -> None:
         if not (damping > 0 and damping < float("inf")):
             raise OptionError(
                 f"damping must be a positive number, got {damping}. Without it the system may be singular; "
                 "λmax/200 is a good start"
             )
-        if metric is not None:
-            operator.zeros().check_same_form(metric, "metric")
-            if not all(bool(((t > 0) & torch.isfinite(t)).all()) for t in metric.values()):
-                raise OptionError("the metric holds numbers that are not positive and finite; all must be")
         self.operator = operator
         self.damping = float(damping)
-        self.metric = metric
-
-    def plain(self) -> Damped:
-        """``D^(-1/2) A D^(-1/2) + λ``, the same system in the coordinates ``D^(1/2)u``; itself without a metric."""
-        if self.metric is None:
-            return self
-        return Damped(Rescaled(self.operator, self.metric.power(-0.5)), self.damping)
-
-    def _times_metric(self, vector: ParamVector) -> ParamVector:
-        return vector if self.metric is None else vector.clone().mul_(self.metric)
 
     def zeros(self, columns: int | None = None) -> ParamVector:
         return self.operator.zeros(columns)
 
     def matvec(self, vector: ParamVector) -> ParamVector:
-        return self.operator.matvec(vector).axpy_(self.damping, self._times_metric(vector))
+        return self.operator.matvec(vector).axpy_(self.damping, vector)
 
     def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor | None]:
         product, slopes = self.operator.matvec_with_slopes(vector)
-        return product.axpy_(self.damping, self._times_metric(vector)), slopes
+        return product.axpy_(self.damping, vector), slopes
 
     def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
         shrink = 1 + scale * self.damping
-        if self.metric is not None:
-            super().add_matvec_(out, vector, scale)
-        elif out is vector and shrink != 0:  # shrink·out + scale·A·out, with the old `out` inside the product
+        if out is vector and shrink != 0:  # shrink·out + scale·A·out, with the old `out` inside the product
             self.operator.add_matvec_(out, vector, scale / shrink)
             out.scale_(shrink)
         elif out is vector:
@@ -358,19 +277,17 @@ class Damped(LinearOperator):
             out.axpy_(scale * self.damping, vector)
 
     def quadratic_form(self, vector: ParamVector) -> Tensor:
-        return self.operator.quadratic_form(vector) + self.damping * vector.dot(self._times_metric(vector))
+        return self.operator.quadratic_form(vector) + self.damping * vector.dot(vector)
 
     @property
     def num_terms(self) -> int:
         return self.operator.num_terms
 
     def sample(self, batch_size: int, generator: torch.Generator) -> Damped:
-        return Damped(self.operator.sample(batch_size, generator), self.damping, self.metric)
+        return Damped(self.operator.sample(batch_size, generator), self.damping)
 
     def subset(self, batch_size: int, generator: torch.Generator, *, distinct: bool = False) -> Damped:
-        return Damped(
-            self.operator.subset(batch_size, generator, distinct=distinct), self.damping, self.metric
-        )
+        return Damped(self.operator.subset(batch_size, generator, distinct=distinct), self.damping)
 
     @property
     def share_of_whole(self) -> float:
