@@ -24,7 +24,7 @@ from whence import (
     estimate_spectrum,
 )
 from whence.errors import OptionError, SolverError
-from whence.preconditioners import nystrom, settled_eigenvalues
+from whence.preconditioners import nystrom
 from whence.solvers import CGState
 from whence.spectrum import Density, spectral_density
 from whence.spectrum import density as module
@@ -268,23 +268,6 @@ SPECTRA = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(SPECTRA))
-def test_the_preconditioned_trace(name: str) -> None:
-    values = SPECTRA[name]
-    density = spectral_density(prescribed(values), generator=generator())
-    for kappa in (10, 1000):
-        damping = float(values.max()) / kappa
-        for rank in (0, 3, 30, 150):
-            P = torch.full_like(values, damping)
-            P[:rank] += values[:rank]
-            true, found = float((values / P).sum()), density.preconditioned_trace(damping, rank)
-            assert abs(found.value - true) <= 4 * found.stderr + 0.01 * true
-            assert found.stderr <= 0.1 * true
-    assert density.preconditioned_trace(damping, 0).value == pytest.approx(
-        density.trace_of(lambda x: x / damping).value
-    )
-
-
 # --- digits ------------------------------------------------------------------------------------------------------
 
 
@@ -404,7 +387,7 @@ def test_iterations_on_the_gradients_of_digits(digits: SmallDigits, columns: int
 
 @pytest.mark.parametrize("terms", [300, 75])
 def test_nystrom_does_as_much_as_half_of_its_rank(digits: SmallDigits, terms: int) -> None:
-    """The rule of `settled_eigenvalues`: for single queries, with P from all terms or from a quarter of them."""
+    """For single queries, with P from all terms or from a quarter of them."""
     spectrum = estimate_spectrum(digits.gnh, generator=generator(), measure_constant=False)
     for kappa, rank in ((100, 10), (1000, 10), (1000, 24)):
         damping = float(digits.values.max()) / kappa
@@ -422,7 +405,7 @@ def test_nystrom_does_as_much_as_half_of_its_rank(digits: SmallDigits, terms: in
             rhs = digits.gradients.column(seed)
             solution = solver.solve(system, rhs, generator=generator(), on_step=near)
             taken.append(solution.num_products)
-        half = spectrum.cg_iterations(damping, deflated=settled_eigenvalues(rank))
+        half = spectrum.cg_iterations(damping, deflated=P.settled)
         assert abs(half - np.mean(taken)) <= max(1.2, 0.3 * np.mean(taken))
         assert spectrum.cg_iterations(damping) > 1.3 * half
 
@@ -461,11 +444,8 @@ def test_bad_options_are_named() -> None:
         lambda: density.dimension(0.0),
         lambda: density.agreement(1.0, -1.0),
         lambda: density.second_dimension(math.nan),
-        lambda: density.preconditioned_trace(-1.0, 2),
     ):
         with pytest.raises(OptionError, match="damping must be a positive number"):
             call()
     with pytest.raises(OptionError, match="terms must be at least 1"):
         density.sampling_error(0.1, 0)
-    with pytest.raises(OptionError, match="is a number of eigenvalues"):
-        density.preconditioned_trace(0.1, -1)

@@ -57,11 +57,6 @@ class Quality:
     terms: int | None = None
 
     @property
-    def num_term_products(self) -> int:
-        """Terms gone through in the products."""
-        return self.num_products * self.num_terms
-
-    @property
     def condition_number(self) -> float:
         """Largest over smallest eigenvalue of ``P⁻¹(H + λ)``, as far as they were measured."""
         return self.largest.value / self.smallest.value if self.smallest.value > 0 else math.inf
@@ -119,9 +114,7 @@ class Quality:
             more = f"more terms, or {more}"
         return tuple(found), f"Most likely {cause}. Use {more}"
 
-    @property
-    def verdict(self) -> str:
-        """In words."""
+    def __str__(self) -> str:
         sentences = [
             f"P brings the condition number from {self.plain_condition_number:.3g} to {self.condition_number:.3g}; the "
             f"eigenvalues of P⁻¹(H + λ) lie between {self.smallest.value:.3g} and {self.largest.value:.3g}",
@@ -129,9 +122,6 @@ class Quality:
         if self.remedy is not None:
             sentences += ["But " + "; and ".join(self.problems), self.remedy]
         return ". ".join(sentences) + "."
-
-    def __str__(self) -> str:
-        return self.verdict
 
 
 def measure_quality(

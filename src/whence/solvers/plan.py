@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whence.errors import OptionError
+from whence.operators import check_damping as check_number
 from whence.spectrum import Spectrum
 from whence.units import format_bytes, format_duration
 
@@ -112,8 +113,7 @@ class Plan:
             chains: independent runs for the error bars.
             errors: how many standard errors λmax and the trace are raised by.
         """
-        if not 0 < damping < math.inf:
-            raise OptionError(f"damping must be a positive number, got {damping}; λmax/200 is a good start")
+        check_number(damping)
         if not 0 < C < math.inf:
             raise OptionError(f"C must be a positive number, got {C}")
         lambda_max = spectrum.largest(errors)

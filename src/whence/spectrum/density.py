@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from whence.errors import OptionError, SolverError
-from whence.operators import Damped, LinearOperator
+from whence.operators import Damped, LinearOperator, check_damping
 from whence.spectrum.estimate import Estimate
 from whence.spectrum.krylov import counted_once, krylov_spaces
 from whence.spectrum.lanczos import BASIS_BUDGET
 from whence.vectors import ParamVector
 
-__all__ = ["Density", "check_damping", "spectral_density"]
+__all__ = ["Density", "spectral_density"]
 
 
 @dataclass(frozen=True)
@@ -199,27 +199,6 @@ class Density:
         second = self.second_dimension(damping)
         return Estimate(C * second.value / terms, C * second.stderr / terms).sqrt()
 
-    def preconditioned_trace(self, damping: float, rank: int) -> Estimate:
-        """``Tr(P⁻¹H) = Σ_{i≤r} h_i/(h_i + λ) + Σ_{i>r} h_i/λ`` for the ideal low-rank P, which knows the r largest h_i.
-
-        What a preconditioned LiSSA's batch and length follow from (`Plan.preconditioned`), as Tr(H)/λ is without P.
-
-        Args:
-            damping: λ.
-            rank: r.
-        """
-        check_damping(damping)
-        if rank < 0:
-            raise OptionError(f"rank is {rank}; it is a number of eigenvalues, 0 for no preconditioner")
-
-        by_rule = []
-        for nodes, weights in self.rules:
-            nodes, order = nodes.sort(dim=1, descending=True)
-            weights = weights.gather(1, order)
-            known = torch.minimum((rank - (weights.cumsum(1) - weights)).clamp_min(0.0), weights)
-            by_rule.append((known * _kept(nodes, damping) + (weights - known) * nodes / damping).sum(1))
-        return _summarised(torch.stack(by_rule))
-
     # --- helpers -----------------------------------------------------------------------------------------
 
     def _by_rule(self, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -284,12 +263,6 @@ def _joined(rules: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _kept(x: Tensor, damping: float) -> Tensor:
     return x / (x + damping)
-
-
-def check_damping(damping: float) -> None:
-    """Refuse a λ that is not a positive number."""
-    if not 0 < damping < math.inf:
-        raise OptionError(f"damping must be a positive number, got {damping}; λmax/200 is a good start")
 
 
 def _summarised(by_rule: Tensor) -> Estimate:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import OptionError, SolverError, WhenceWarning
-from whence.operators import Damped, LinearOperator
-from whence.spectrum.density import Density, check_damping
+from whence.operators import Damped, LinearOperator, check_damping
+from whence.spectrum.density import Density
 from whence.spectrum.estimate import Estimate
 from whence.spectrum.lambda_max import LanczosResult, lanczos
 from whence.spectrum.moments import (
