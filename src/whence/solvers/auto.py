@@ -189,33 +189,17 @@ def choose(
     Raises:
         OptionError: where no solver's vectors fit into the memory.
     """
-    check_accuracy(accuracy)
     damping = resolve_damping(damping, spectrum)
     passes = Passes() if passes is None else passes
     n, tolerance = num_terms, tolerance_for(accuracy)
-
-    def alternative(
-        solver: str, how: str, terms: float, work: float, copies: int, **rest: float
-    ) -> Alternative:
-        impossible = ""
-        if memory_bytes is not None and spectrum.num_parameters is not None:
-            needed = 4.0 * spectrum.num_parameters * copies
-            if needed > memory_bytes:
-                impossible = (
-                    f"its vectors need {format_bytes(needed)}, and {format_bytes(memory_bytes)} are there"
-                )
-        per_term = spectrum.seconds_per_term
-        seconds = None if per_term is None else work * per_term
-        return Alternative(solver, how, terms, work, copies, seconds, impossible, **rest)  # type: ignore[arg-type]
-
     K = math.ceil(spectrum.cg_iterations(damping, queries, tolerance=tolerance))
     found = [
-        alternative(
-            "cg",
-            f"about {K} iterations over all {n:,} terms, for all queries together",
-            n * K,
-            passes.work(n * K, K),
-            _CG_COPIES * queries,
+        Alternative(
+            solver="cg",
+            how=f"about {K} iterations over all {n:,} terms, for all queries together",
+            terms=n * K,
+            work=passes.work(n * K, K),
+            memory_copies=_CG_COPIES * queries,
         )
     ]
     made_from = math.ceil(_SHARE * n)
@@ -224,12 +208,12 @@ def choose(
         # a product of k columns is 1 + 4k forwards: the queries of an iteration share the one, and so do its columns
         making = made_from * _RANK * (1 + 4 * _COLUMNS) / _COLUMNS / (1 + 4 * queries)
         found.append(
-            alternative(
-                "cg",
-                f"about {K} iterations over all {n:,} terms, {_RANK} products over {made_from:,} before",
-                n * K + making,
-                passes.work(n * K, K) + passes.work(making, _RANK / _COLUMNS),
-                _CG_COPIES * queries + _RANK + _COPIES * _COLUMNS,
+            Alternative(
+                solver="cg",
+                how=f"about {K} iterations over all {n:,} terms, {_RANK} products over {made_from:,} before",
+                terms=n * K + making,
+                work=passes.work(n * K, K) + passes.work(making, _RANK / _COLUMNS),
+                memory_copies=_CG_COPIES * queries + _RANK + _COPIES * _COLUMNS,
                 rank=_RANK,
                 rank_terms=made_from,
             )
@@ -237,20 +221,31 @@ def choose(
     refine = _needed_length(spectrum, damping, n, accuracy, chains)
     plan = Plan.tuned(spectrum, damping, num_terms=n, chains=chains, refine=refine)
     found.append(
-        alternative(
-            "lissa",
-            f"{chains} chains of {plan.num_steps:,} steps with {plan.batch_size:,} fresh terms each",
-            plan.num_term_products,
-            passes.work(plan.num_term_products, plan.num_products),
-            plan.memory_copies * queries,
+        Alternative(
+            solver="lissa",
+            how=f"{chains} chains of {plan.num_steps:,} steps with {plan.batch_size:,} fresh terms each",
+            terms=plan.num_term_products,
+            work=passes.work(plan.num_term_products, plan.num_products),
+            memory_copies=plan.memory_copies * queries,
             refine=refine,
         )
     )
+    found = [_here(each, spectrum, memory_bytes) for each in found]
     if all(each.impossible for each in found):
         raise OptionError("; ".join(f"{each.name}: {each.impossible}" for each in found))
     risk = {"cg": 1.0, "lissa": _RISK}
     found.sort(key=lambda each: (bool(each.impossible), risk[each.solver] * each.work))
     return Choice(tuple(found), accuracy, n)
+
+
+def _here(alternative: Alternative, spectrum: Spectrum, memory_bytes: float | None) -> Alternative:
+    """With the seconds that it takes on this machine, and why it is impossible there, if it is."""
+    per_term, impossible = spectrum.seconds_per_term, ""
+    needed = 4.0 * (spectrum.num_parameters or 0) * alternative.memory_copies
+    if memory_bytes is not None and needed > memory_bytes:
+        impossible = f"its vectors need {format_bytes(needed)}, and {format_bytes(memory_bytes)} are there"
+    seconds = None if per_term is None else alternative.work * per_term
+    return replace(alternative, seconds=seconds, impossible=impossible)
 
 
 def _needed_length(spectrum: Spectrum, damping: float, n: int, accuracy: float, chains: int) -> float:

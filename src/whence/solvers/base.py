@@ -20,7 +20,6 @@ from whence.operators import Damped
 from whence.progress import ticker
 from whence.solvers.certificate import Certificate
 from whence.solvers.plan import Plan
-from whence.spectrum import Estimate
 from whence.vectors import ParamVector
 
 __all__ = ["ErrorParts", "Journal", "Solution", "Solver", "State", "Statistics", "check_system"]
@@ -188,11 +187,6 @@ class Solution:
         if self.value.columns is None:
             value, error = value.squeeze(0), error.squeeze(0)
         return value, error
-
-    def estimate(self, functional: ParamVector) -> Estimate:
-        """`project` for one functional of a single solution."""
-        value, error = self.project(functional)
-        return Estimate(float(value), float(error))
 
 
 class State(Protocol):

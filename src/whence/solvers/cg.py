@@ -26,6 +26,7 @@ from torch import Tensor
 from whence.errors import OptionError
 from whence.operators import Damped
 from whence.preconditioners import Preconditioner
+from whence.preconditioners.base import check_made_for
 from whence.solvers.base import ErrorParts, Solution, Solver, Statistics
 from whence.solvers.certificate import Certificate
 from whence.solvers.cg_state import CGState, Spanned
@@ -94,16 +95,16 @@ class ConjugateGradient(Solver[CGState]):
     verify: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.tolerance < math.inf:
-            raise OptionError(f"tolerance is {self.tolerance}; give a positive number, such as 0.1")
-        if self.score_error is not None and not 0 < self.score_error < math.inf:
-            raise OptionError(
-                f"score_error is {self.score_error}; give a positive number, such as 0.1, or None"
-            )
+        for name, example in (
+            ("tolerance", "such as 0.1"),
+            ("score_error", "such as 0.1, or None"),
+            ("largest", "an upper bound of H's eigenvalues, or None"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise OptionError(f"{name} is {value}; give a positive number, {example}")
         if self.max_iterations < 1:
             raise OptionError(f"max_iterations is {self.max_iterations}; it must be at least 1")
-        if self.largest is not None and not 0 < self.largest < math.inf:
-            raise OptionError(f"largest is {self.largest}; give an upper bound of H's eigenvalues, or None")
         if self.preconditioner is not None and not isinstance(self.preconditioner, Preconditioner):
             raise OptionError(
                 f"the preconditioner is a {type(self.preconditioner).__name__}; give a Preconditioner, or None"
@@ -112,13 +113,12 @@ class ConjugateGradient(Solver[CGState]):
     def check(self, A: Damped, rhs: ParamVector, start: ParamVector | None) -> None:
         """Refuse a preconditioner of another system."""
         P = self.preconditioner
-        if P is not None and abs(P.damping - A.damping) > 1e-9 * A.damping:
-            raise OptionError(
-                f"the system's damping is {A.damping}, the preconditioner was made for {P.damping}; "
-                "make both from one value"
-            )
-        if P is not None and not 0 < P.smallest < math.inf:
-            raise OptionError(f"the preconditioner's smallest is {P.smallest}; it must be a positive number")
+        if P is not None:
+            check_made_for(A, P.damping)
+            if not 0 < P.smallest < math.inf:
+                raise OptionError(
+                    f"the preconditioner's smallest is {P.smallest}; it must be a positive number"
+                )
 
     # --- solving -----------------------------------------------------------------------------------------
 

@@ -26,16 +26,8 @@ __all__ = ["error_parts", "left_of_default_start", "left_of_start", "residual_no
 _TINY = torch.finfo(torch.float64).tiny
 
 
-def residual_norm(
-    A: Damped,
-    solution: ParamVector,
-    rhs: ParamVector,
-    batches: int,
-    batch_size: int,
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:
-    """Relative residual ``‖(H + λ)u - g‖ / ‖g‖`` and its standard error, per column; zero where it is not resolved."""
-    square, error = residual_square(A, solution, rhs, batches, batch_size, generator)
+def residual_norm(square: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a `residual_square` and its error, the roots; zero where it is not resolved."""
     norm = square.clamp_min(0.0).sqrt()
     # d√x = dx/2√x, or √dx where x is lost in its error
     return norm, torch.minimum(error / (2 * norm).clamp_min(1e-30), error.sqrt())
@@ -49,7 +41,7 @@ def residual_square(
     batch_size: int,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Unbiased estimate of the squared relative residual, possibly negative, and its standard error.
+    """Unbiased estimate of ``‖(H + λ)u - g‖² / ‖g‖²``, possibly negative, and its standard error, per column.
 
     The error is the most that the batches' noise can cause, when it is all in one direction:
     ``√(2 / m(m-1))`` times the mean of ``‖r_i‖²``.
