@@ -40,8 +40,7 @@ class LowRank(Preconditioner):
         vectors: U, a block of k columns, orthonormal but for the rounding of its entries.
         eigenvalues: Λ, ``[k]`` in float64, falling and positive: those of P, less λ.
         damping: λ.
-        correction: ``(UᵀU)^(-1/2)``, ``[k, k]`` in float64, the identity but for rounding: ``U·correction`` is what the
-            formulas call U, orthonormal to the precision of float64.
+        correction: ``(UᵀU)^(-1/2)`` in float64, the identity but for rounding: ``U·correction`` is the formulas' U.
         slack: s, in the units of Λ; infinite where nothing is known of it.
         settled: how many eigenvalues, from the top, can be taken for H's own: half of the products behind P. The others
             are too small, and used as well.
@@ -160,12 +159,9 @@ class LowRank(Preconditioner):
     def shrunk(self, factor: float | None = None) -> LowRank:
         """The same U with θΛ: for conjugate gradients with a P made from a small part of the terms. No copies.
 
-        Over few terms the top eigenvalues come out too large; at θ = c, `smallest` is 1 again but for the slack. It
-        pays as long as the share is well above λ/λmax; where ``θΛ₁ < λ``, P does nothing. Derived and measured in
-        docs/math.md, "Low-rank preconditioners".
-
-        Args:
-            factor: θ, in (0, 1]; by default the share.
+        Over few terms the top eigenvalues come out too large; at θ = c, the default, `smallest` is 1 again but for the
+        slack. It pays as long as the share is well above λ/λmax. Derived and measured in docs/math.md, "Low-rank
+        preconditioners".
         """
         theta = self.share if factor is None else factor
         if not 0 < theta <= 1:

@@ -3,21 +3,17 @@
 Costs are counted in terms gone through for all queries together. With n terms, q queries, m chains, and an error ε of
 the scores, relative to their size, for which the proven error may be 2ε:
 
-*Conjugate gradients* take ``n·K`` terms, ``K = min_j (j + ½ √(1 + λ_{(j+1)q}/λ) · ln(2/2ε))``: with every iteration a
-block of q columns takes q of the largest eigenvalues out of the way (`Spectrum.cg_iterations`).
-
-*With a low-rank preconditioner* of rank r = 16, made from a tenth of the terms, r/2 more of them are gone, and an
-iteration is lost to the terms that it has not seen; making it is r products of one column over that tenth.
-
-*LiSSA* takes ``m·T·|B|`` terms: the paper's plan, and at least ``2·C·d₂(λ)/ε²`` for the error that was asked for. This
-does not depend on n.
+*Conjugate gradients* take ``n·K`` terms, with K of `Spectrum.cg_iterations`. *With a low-rank preconditioner* of rank
+r = 16, made from a tenth of the terms, r/2 eigenvalues fewer are in the way, and an iteration is lost to the terms that
+it has not seen; making it is r products of one column over that tenth. *LiSSA* takes ``m·T·|B|`` terms: the paper's
+plan, and at least ``2·C·d₂(λ)/ε²`` for the error that was asked for. This does not depend on n. See docs/math.md,
+"The price of a solve".
 
 The rule: **conjugate gradients, preconditioned where that is cheaper; LiSSA where twice its cost is still less.**
 Twice, because its price is what it costs if nothing goes wrong: a few examples of huge curvature double the batch and
 begin all again. A step over few terms costs more than these, so every pass counts as `Passes.start` terms more. Work is
-counted, never timed: a choice by stop-watch would differ between two runs of the same job.
-
-Measured by ``python -m benchmarks.solvers``.
+counted, never timed: a choice by stop-watch would differ between two runs of the same job. Measured by
+``python -m benchmarks.solvers``.
 """
 
 from __future__ import annotations
@@ -80,7 +76,6 @@ class Alternative:
     """What one solver would cost.
 
     Attributes:
-        solver: ``"cg"`` or ``"lissa"``.
         how: its settings, in words.
         terms: gone through, for all queries together.
         work: the same, and what starting passes costs, in terms: what decides.
@@ -113,13 +108,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Choice:
-    """The solver to use, and what the others would have cost.
-
-    Attributes:
-        alternatives: the chosen one first, then by work.
-        accuracy: the asked correlation.
-        num_terms: of the data.
-    """
+    """The solver to use, and what the others would have cost: the chosen alternative first, the others by work."""
 
     alternatives: tuple[Alternative, ...]
     accuracy: float
@@ -179,7 +168,7 @@ def choose(
     Args:
         spectrum: measured.
         damping: λ, or a part of λmax.
-        num_terms: n.
+        num_terms: of the data.
         queries: right-hand sides solved together.
         accuracy: the correlation with exact scores to reach.
         chains: of LiSSA.
@@ -273,7 +262,7 @@ def make_solver(
     Args:
         chosen: one of a choice's alternatives.
         plan: of the damping; in force where LiSSA was chosen.
-        accuracy: the correlation to reach.
+        accuracy: the correlation with exact scores to reach.
         preconditioner: where one was chosen: of ``chosen.rank``, from ``chosen.rank_terms`` terms, `LowRank.shrunk`
             so that errors can be proven.
         verify: of `ConjugateGradient`.

@@ -87,15 +87,8 @@ def error_parts(
 ) -> ErrorParts:
     """Bias and sampling error of the chains' mean, from quadratic forms on terms drawn anew: forwards alone.
 
-    Args:
-        A: the system.
-        value: the chains' mean.
-        chains: independent estimates.
-        left: the part of the start's error that is left.
-        start: where all chains began; None if `left` is a part of the solution.
-        in_energy: whether `left` is about the norm of A, or that of H.
-        terms: how many to draw.
-        generator: draws them.
+    Of the start's error, or of the solution where no start was given, a part of ``left`` is left: in the norm of A if
+    ``in_energy``, else in that of H.
     """
     held_out = A.operator.subset(terms, generator)
     size = held_out.quadratic_form(value).clamp_min(_TINY).sqrt()

@@ -28,10 +28,8 @@ _PART_OF_LAMBDA_MAX = re.compile(r"(?:lambda_max|λmax) */ *(\d+(?:\.\d+)?(?:e[+
 def auto_damping(spectrum: Spectrum) -> float:
     """``λ = λmax / 200``: where influence agreed best with retraining, in so far as that was measured.
 
-    On digits, the linear datamodeling score over κ = λmax/λ has a flat top from 100 to 400 and falls on both
-    sides: a larger λ makes influence a gradient dot product, a smaller one fits noise in flat directions (and costs
-    more: steps grow as κ). The scale must come from the spectrum: λmax differs by orders of magnitude between
-    models, and with it what a given λ means.
+    On digits, the linear datamodeling score over κ = λmax/λ has a flat top from 100 to 400 and falls on both sides: a
+    larger λ makes influence a gradient dot product, a smaller one fits noise in flat directions, and costs more.
     """
     return spectrum.lambda_max.value / AUTO_CONDITION_NUMBER
 
