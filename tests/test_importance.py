@@ -13,6 +13,7 @@ from small import DOUBLE, classifier, generator, operator
 from whence import Classification, GaussNewton, ParamVector, Regression, estimate_spectrum
 from whence.errors import OptionError
 from whence.model.importance import Importance, measure_importance
+from whence.model.sampled import SampledGaussNewton
 from zoo import CASES, Case, vectors
 
 PRODUCTS: list[Literal["exact", "finite-difference"]] = ["exact", "finite-difference"]
@@ -62,8 +63,9 @@ def test_the_expectation_over_all_draws_is_the_hessian(
     for position, chance in enumerate(chances):
         weight = 1 / (len(chances) * chance.reshape(1))
         where = torch.tensor([position])
-        total.axpy_(float(chance), gnh._matvec(v, where, None, weight))
-        form += float(chance) * float(gnh._quadratic_form(v, where, None, weight))
+        drawn = SampledGaussNewton(gnh, where, weight)
+        total.axpy_(float(chance), drawn.matvec(v))
+        form += float(chance) * float(drawn.quadratic_form(v))
     assert relative_error(total, dense_gauss_newton(gnh).matvec(v)) < (1e-10 if product == "exact" else 1e-3)
     assert form == pytest.approx(float(v.dot(gnh.matvec(v))), rel=1e-3)
 

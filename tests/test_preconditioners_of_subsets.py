@@ -33,10 +33,8 @@ from whence.model.importance import measure_importance
 from whence.preconditioners import (
     LowRank,
     Preconditioned,
-    deflation,
     measure_quality,
     nystrom,
-    settled_eigenvalues,
 )
 from whence.runs.codec import decode, encode
 from whence.solvers import CGState
@@ -133,7 +131,9 @@ def test_the_share_of_sequences_of_different_lengths(way: str, monkeypatch: pyte
         met.append(c)
     if way == "distinct":
         assert set(met) == {0.5}
-        assert all(len(set(gnh.terms.draw(30, generator(s), distinct=True).tolist())) == 6 for s in range(8))
+        for seed in range(8):
+            drawn, _ = gnh.terms.draw_weighted(30, generator(seed), distinct=True)
+            assert len(set(drawn.tolist())) == 6
     else:
         assert max(met) < 0.51
         assert len({round(c, 9) for c in met}) > 1
@@ -146,17 +146,20 @@ def by_nystrom(H: LinearOperator, damping: float, terms: int, seed: int) -> LowR
     return nystrom(H, damping, rank=16, generator=generator(seed), terms=terms)
 
 
-def by_lanczos(H: LinearOperator, damping: float, terms: int, seed: int) -> LowRank:
-    return deflation(H, damping, rank=16, products=24, generator=generator(seed), terms=terms)
+def inexact(H: FiniteSum, damping: float, terms: int, seed: int) -> LowRank:
+    """As Nyström's, but off by a known D."""
+    P = by_nystrom(H, damping, terms, seed)
+    B = flat_vectors(P) * P.eigenvalues.sqrt()
+    D = torch.randn(B.shape, generator=generator(seed), dtype=torch.float64)
+    D *= 0.5 * math.sqrt(damping) / torch.linalg.matrix_norm(D, 2)
+    U, roots, _ = torch.linalg.svd(B + D, full_matrices=False)
+    eye = torch.eye(P.rank, dtype=torch.float64)
+    slack = (0.5 * math.sqrt(damping) + math.sqrt(P.slack)) ** 2
+    block = H.mean.unflatten(U.T.contiguous())
+    return replace(P, vectors=block, eigenvalues=roots.square(), correction=eye, slack=slack)
 
 
-def unconverged(H: LinearOperator, damping: float, terms: int, seed: int) -> LowRank:
-    return deflation(
-        H, damping, rank=16, products=8, generator=generator(seed), terms=terms, tolerance=math.inf
-    )
-
-
-MAKERS = {"nystrom": by_nystrom, "lanczos": by_lanczos, "unconverged": unconverged}
+MAKERS = {"nystrom": by_nystrom, "inexact": inexact}
 
 
 @pytest.mark.parametrize("terms", [8, 40, 150])
@@ -239,18 +242,16 @@ def test_quality_expects_of_a_shrunk_one_what_it_can_do() -> None:
     for seed in range(3):
         P = by_nystrom(H, 0.005, 100, seed)
         quality = measure_quality(P.shrunk(), H, generator=generator(seed + 10))
-        assert quality.problems == (), quality.verdict
+        assert quality.problems == (), str(quality)
         assert quality.promised is not None
         assert quality.promised >= 0.9 * float((P.eigenvalues[0] + 0.005) / (0.25 * P.eigenvalues[0] + 0.005))
         assert quality.proven > 0.999
 
 
 def test_half_of_the_rank_is_settled_and_no_fewer_than_eight_products_are_behind_it() -> None:
-    assert [settled_eigenvalues(rank) for rank in (1, 3, 4, 6, 8, 9, 30)] == [1, 3, 4, 4, 4, 5, 15]
     H = rank_ones(100, 0.9)
-    for rank in (3, 6, 9, 30):
-        P = nystrom(H, 0.01, rank=rank, generator=generator())
-        assert P.settled == settled_eigenvalues(rank)
+    for rank, settled in ((1, 1), (3, 3), (4, 4), (6, 4), (8, 4), (9, 5), (30, 15)):
+        assert nystrom(H, 0.01, rank=rank, generator=generator()).settled == settled
 
 
 # --- networks --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import nn
 
 from dense import dense_gauss_newton, per_example_matrices, relative_error, widen
 from whence import Classification, Dense, GaussNewton, LanguageModeling, ParamVector, Regression
+from whence.model.sampled import SampledGaussNewton
 from zoo import CASES, HUGGING_FACE, PLAIN, Case, sequences, vectors
 
 PRODUCTS = ["exact", "finite-difference"]
@@ -161,7 +162,7 @@ def test_one_sided_bias_is_quadratic_in_the_step(monkeypatch: pytest.MonkeyPatch
     for aim in (0.08, 0.04, 0.02):
         monkeypatch.setattr(FiniteDifferences, "_aim", lambda self, outputs, aim=aim: aim)
         monkeypatch.setattr("whence.model.finite_difference._ACCEPT", 1.001)
-        plus, minus = (gnh._matvec(vector, everything, sign) for sign in (1, -1))
+        plus, minus = (SampledGaussNewton(gnh, everything, None, sign).matvec(vector) for sign in (1, -1))
         mean = plus.clone().lerp_(minus, 0.5)
         errors.append([relative_error(v, dense.matvec(vector)) for v in (plus, mean)])
     for (one_coarse, mean_coarse), (one_fine, mean_fine) in pairwise(errors):

@@ -16,7 +16,7 @@ from torch import Tensor
 from whence.errors import OptionError, VectorError
 from whence.vectors import ParamVector
 
-__all__ = ["Damped", "Dense", "FiniteSum", "LinearOperator"]
+__all__ = ["Damped", "Dense", "FiniteSum", "LinearOperator", "check_damping"]
 
 
 class LinearOperator(ABC):
@@ -247,11 +247,7 @@ class Damped(LinearOperator):
     """
 
     def __init__(self, operator: LinearOperator, damping: float) -> None:
-        if not (damping > 0 and damping < float("inf")):
-            raise OptionError(
-                f"damping must be a positive number, got {damping}. Without it the system may be singular; "
-                "λmax/200 is a good start"
-            )
+        check_damping(damping)
         self.operator = operator
         self.damping = float(damping)
 
@@ -295,3 +291,12 @@ class Damped(LinearOperator):
 
     def heaviest_term(self, vector: ParamVector) -> tuple[str, float] | None:
         return self.operator.heaviest_term(vector)  # without λ
+
+
+def check_damping(damping: float) -> None:
+    """Refuse a λ that is not a positive number."""
+    if not 0 < damping < float("inf"):
+        raise OptionError(
+            f"damping must be a positive number, got {damping}. Without it the system may be singular; "
+            "λmax/200 is a good start"
+        )

@@ -81,28 +81,22 @@ class TermSet:
         """Mean number of terms in an example."""
         return self.num_terms / len(self)
 
-    def draw(self, batch_size: int, generator: torch.Generator, *, distinct: bool = False) -> Tensor:
-        """Positions of enough examples for about ``batch_size`` terms, drawn independently, or all different."""
-        examples = max(1, round(batch_size / self.terms_per_example))
-        if distinct:
-            order = torch.randperm(len(self), generator=generator, device=generator.device)
-            return order[:examples].cpu()
-        return torch.randint(len(self), (examples,), generator=generator, device=generator.device).cpu()
-
     def draw_weighted(
         self, batch_size: int, generator: torch.Generator, *, distinct: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """As `draw`, by `importance`: positions, and what each counts for (None: all the same).
+        """Positions of enough examples for about ``batch_size`` terms, and what each counts for (None: all the same).
 
-        With unequal chances, draws are independent whether ``distinct`` or not.
+        They are drawn independently; or all different, if they have equal chances.
         """
-        if self.importance is None:
-            return self.draw(batch_size, generator, distinct=distinct), None
-        examples = max(1, round(batch_size / self.terms_per_example))
-        uniform = torch.rand(examples, generator=generator, device=generator.device, dtype=torch.float64)
-        edges = self.importance.double().cumsum(0)
-        positions = torch.searchsorted(edges, uniform.cpu() * edges[-1]).clamp_max_(len(self) - 1)
-        return positions, 1 / (len(self) * self.importance[positions])
+        examples, device = max(1, round(batch_size / self.terms_per_example)), generator.device
+        if self.importance is not None:
+            uniform = torch.rand(examples, generator=generator, device=device, dtype=torch.float64)
+            edges = self.importance.double().cumsum(0)
+            positions = torch.searchsorted(edges, uniform.cpu() * edges[-1]).clamp_max_(len(self) - 1)
+            return positions, 1 / (len(self) * self.importance[positions])
+        if distinct:
+            return torch.randperm(len(self), generator=generator, device=device)[:examples].cpu(), None
+        return torch.randint(len(self), (examples,), generator=generator, device=device).cpu(), None
 
     def expect_outputs(self, width: int | None) -> None:
         """Let every batch's targets be checked against so many outputs per term."""

@@ -30,7 +30,7 @@ from whence.model.inspection import (
     why_forward_mode_fails,
 )
 from whence.model.network import Network, Receiver, adding_to
-from whence.model.sampled import SampledGaussNewton, curvatures
+from whence.model.sampled import SampledGaussNewton
 from whence.model.selection import ParameterFilter, select_parameters
 from whence.model.slopes import Slopes
 from whence.operators import LinearOperator
@@ -143,18 +143,22 @@ class GaussNewton(LinearOperator):
         return self.network.zeros(columns)
 
     def matvec(self, vector: ParamVector) -> ParamVector:
-        return self._matvec(vector, torch.arange(len(self.terms)))
+        return self._of_all.matvec(vector)
 
     def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor]:
-        self._check_vector(vector)
+        self.check_vector(vector)
         result, slopes = self.zeros(vector.columns), Slopes(self.terms, vector.columns or 1)
         positions, weight = torch.arange(len(self.terms)), self.terms.weight(len(self.terms))
-        for batch in self.terms.batches(positions, self._examples_at_once(vector)):
+        for batch in self.terms.batches(positions, self.examples_at_once(vector)):
             self._product(batch, vector, result, weight, slopes=slopes)
         return result, slopes.values
 
     def quadratic_form(self, vector: ParamVector) -> Tensor:
-        return self._quadratic_form(vector, torch.arange(len(self.terms)))
+        return self._of_all.quadratic_form(vector)
+
+    @property
+    def _of_all(self) -> SampledGaussNewton:
+        return SampledGaussNewton(self, torch.arange(len(self.terms)))
 
     def sample(self, batch_size: int, generator: torch.Generator) -> SampledGaussNewton:
         """``H̃`` over examples drawn independently, about ``batch_size`` terms, with ``E[H̃] = H``.
@@ -239,36 +243,7 @@ class GaussNewton(LinearOperator):
             )
         return block
 
-    # --- products over some of the examples --------------------------------------------------------------
-
-    def _matvec(
-        self,
-        vector: ParamVector,
-        positions: Tensor,
-        sign: int | None = None,
-        weights: Tensor | None = None,
-    ) -> ParamVector:
-        result = self.zeros(vector.columns)
-        self._add_matvec(result, vector, 1.0, positions, sign, weights)
-        return result
-
-    def _add_matvec(
-        self,
-        out: ParamVector,
-        vector: ParamVector,
-        scale: float,
-        positions: Tensor,
-        sign: int | None,
-        weights: Tensor | None,
-    ) -> None:
-        """``out += scale · H̃ v``. ``out`` may be ``vector``: added to only once v is no longer needed."""
-        self._check_vector(vector)
-        if out is vector and (len(positions) > self.micro_batch or vector.columns is not None):
-            out.axpy_(scale, self._matvec(vector, positions, sign, weights))
-            return
-        weight = scale * self.terms.weight(len(positions))
-        for batch in self.terms.batches(positions, self._examples_at_once(vector), weights):
-            self._product(batch, vector, out, weight, sign=sign)
+    # --- products over a micro-batch ---------------------------------------------------------------------
 
     def _product(
         self,
@@ -349,7 +324,7 @@ class GaussNewton(LinearOperator):
         for start in range(0, block.columns or 1, chunk):
             yield block_tangents(self.network, batch, block.part(start, start + chunk))
 
-    def _examples_at_once(self, block: ParamVector) -> int:
+    def examples_at_once(self, block: ParamVector) -> int:
         """Examples per pass: fewer for many columns, whose tangents are beyond a CPU's cache sooner."""
         columns = block.columns or 1
         if self.network.device.type != "cpu" or columns <= _WIDE:
@@ -389,22 +364,6 @@ class GaussNewton(LinearOperator):
             slopes.note(outputs, tangents, product, batch, first)
         return product
 
-    def _quadratic_form(
-        self,
-        vector: ParamVector,
-        positions: Tensor,
-        sign: int | None = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """``vᵀ H̃ v = w Σ_i t_iᵀ S_i t_i``."""
-        self._check_vector(vector)
-        found = curvatures(self, vector, positions, sign, weights)
-        total = sum(
-            (values.sum(1) for _, values in found), torch.zeros(vector.columns or 1, dtype=torch.float64)
-        )
-        total *= self.terms.weight(len(positions))
-        return total[0] if vector.columns is None else total
-
     # --- helpers -----------------------------------------------------------------------------------------
 
     def differences(self, batch: Batch) -> FiniteDifferences:
@@ -413,7 +372,8 @@ class GaussNewton(LinearOperator):
             self._differences = FiniteDifferences(self.network, batch)
         return self._differences
 
-    def _check_vector(self, vector: ParamVector) -> None:
+    def check_vector(self, vector: ParamVector) -> None:
+        """Refuse a vector of another space, without making one of this to compare with."""
         for name, parameter in self.network.parameters.items():
             if name not in vector or vector.shape_of(name) != parameter.shape:
                 self.zeros().check_same_space(vector)

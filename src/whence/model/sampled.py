@@ -51,13 +51,30 @@ class SampledGaussNewton(LinearOperator):
         return self._parent.zeros(columns)
 
     def matvec(self, vector: ParamVector) -> ParamVector:
-        return self._parent._matvec(vector, self._positions, self._sign, self._weights)
+        result = self.zeros(vector.columns)
+        self.add_matvec_(result, vector, 1.0)
+        return result
 
     def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
-        self._parent._add_matvec(out, vector, scale, self._positions, self._sign, self._weights)
+        parent, positions = self._parent, self._positions
+        parent.check_vector(vector)
+        # added to the vector itself only once that is no longer needed
+        if out is vector and (len(positions) > parent.micro_batch or vector.columns is not None):
+            out.axpy_(scale, self.matvec(vector))
+            return
+        weight = scale * parent.terms.weight(len(positions))
+        for batch in parent.terms.batches(positions, parent.examples_at_once(vector), self._weights):
+            parent._product(batch, vector, out, weight, sign=self._sign)
 
     def quadratic_form(self, vector: ParamVector) -> Tensor:
-        return self._parent._quadratic_form(vector, self._positions, self._sign, self._weights)
+        """``vᵀ H̃ v = w Σ_i t_iᵀ S_i t_i``."""
+        self._parent.check_vector(vector)
+        found = curvatures(self._parent, vector, self._positions, self._sign, self._weights)
+        total = sum(
+            (values.sum(1) for _, values in found), torch.zeros(vector.columns or 1, dtype=torch.float64)
+        )
+        total *= self._parent.terms.weight(len(self._positions))
+        return total[0] if vector.columns is None else total
 
     def heaviest_term(self, vector: ParamVector) -> tuple[str, float]:
         parent, name, most = self._parent, "", -1.0

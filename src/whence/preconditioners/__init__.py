@@ -1,9 +1,8 @@
 """Approximations of ``H + λ`` with cheap inverses, shared by all queries."""
 
 from whence.preconditioners.base import Preconditioned, Preconditioner
-from whence.preconditioners.deflation import deflation
 from whence.preconditioners.low_rank import LowRank
-from whence.preconditioners.nystrom import nystrom, settled_eigenvalues
+from whence.preconditioners.nystrom import nystrom
 from whence.preconditioners.quality import Quality, measure_quality
 
 __all__ = [
@@ -11,8 +10,6 @@ __all__ = [
     "Preconditioned",
     "Preconditioner",
     "Quality",
-    "deflation",
     "measure_quality",
     "nystrom",
-    "settled_eigenvalues",
 ]

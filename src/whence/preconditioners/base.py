@@ -6,7 +6,6 @@ its steps.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from whence.errors import OptionError
-from whence.operators import Damped, LinearOperator
+from whence.operators import Damped, LinearOperator, check_damping
 from whence.vectors import ParamVector
 
-__all__ = ["Preconditioned", "Preconditioner", "check_damping"]
+__all__ = ["Preconditioned", "Preconditioner", "check_damping", "check_made_for"]
 
 
 class Preconditioner(ABC):
@@ -70,12 +69,8 @@ class Preconditioned(LinearOperator):
     """
 
     def __init__(self, operator: LinearOperator, preconditioner: Preconditioner) -> None:
-        made_for = preconditioner.damping
-        if isinstance(operator, Damped) and abs(operator.damping - made_for) > 1e-9 * made_for:
-            raise OptionError(
-                f"the system's damping is {operator.damping}, the preconditioner was made for {made_for}; make both "
-                "from one value"
-            )
+        if isinstance(operator, Damped):
+            check_made_for(operator, preconditioner.damping)
         self.operator = operator
         self.preconditioner = preconditioner
 
@@ -127,7 +122,9 @@ class Preconditioned(LinearOperator):
         self.operator.restore_state(state)
 
 
-def check_damping(damping: float) -> None:
-    """Refuse a λ with which P could not be positive definite."""
-    if not 0 < damping < math.inf:
-        raise OptionError(f"damping must be a positive number, got {damping}; λmax/200 is a good start")
+def check_made_for(system: Damped, damping: float, what: str = "preconditioner") -> None:
+    """Refuse a preconditioner, or whatever else was made for another λ than the system has."""
+    if abs(system.damping - damping) > 1e-9 * damping:
+        raise OptionError(
+            f"the system's damping is {system.damping}, the {what} was made for {damping}; make both from one value"
+        )

@@ -3,13 +3,17 @@
     P = λ + UΛUᵀ,       P⁻¹v = (v - U Λ/(Λ+λ) Uᵀv) / λ
 
 with k orthonormal columns U and eigenvalues Λ > 0. Where they are H's own top k, ``P⁻¹(H + λ)`` is the identity on U
-and at most (λ_{k+1} + λ)/λ elsewhere; this is the condition number in place of (λ₁ + λ)/λ. There are two ways to make
-one, `nystrom` and `deflation`. Memory: k copies of the model, for as long as P is needed.
+and at most (λ_{k+1} + λ)/λ elsewhere; this is the condition number in place of (λ₁ + λ)/λ. `nystrom` makes one. Memory:
+k copies of the model, for as long as P is needed.
+
+``v - U D Uᵀv`` keeps λ/(Λ + λ) of v along a column of U, and an error of the inner products is magnified by (Λ + λ)/λ.
+So every sum here is in float64: a few thousand coordinates of all columns at a time, never more than a few megabytes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,20 +22,16 @@ from torch import Tensor
 from whence.errors import OptionError, VectorError
 from whence.operators import Damped, LinearOperator
 from whence.preconditioners.base import Preconditioner, check_damping
-from whence.preconditioners.blocks import subtract_and_scale_
 from whence.vectors import ParamVector
 
-__all__ = ["NO_CURVATURE", "LowRank", "check_rank", "drawn_terms", "orthonormal_correction"]
+__all__ = ["LowRank", "check_rank", "mix_"]
 
-NO_CURVATURE = (
-    "the operator has no curvature in any of the directions tried: the outputs do not depend on the selected "
-    "parameters, or the model is certain of every answer. There is nothing to precondition"
-)
+_NUMBERS_AT_ONCE = 2**19  # of all columns: 4 MB in float64, which stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank(Preconditioner):
-    """``P = λ + UΛUᵀ`` with k orthonormal columns U, as `nystrom` and `deflation` make it.
+    """``P = λ + UΛUᵀ`` with k orthonormal columns U, as `nystrom` makes it.
 
     What is proven of it rests on ``U√Λ = B + D`` with ``BBᵀ ≼ H`` and a known ``s ≥ ‖D‖²``. See docs/math.md,
     "Low-rank preconditioners".
@@ -40,11 +40,10 @@ class LowRank(Preconditioner):
         vectors: U, a block of k columns, orthonormal but for the rounding of its entries.
         eigenvalues: Λ, ``[k]`` in float64, falling and positive: those of P, less λ.
         damping: λ.
-        correction: ``(UᵀU)^(-1/2)``, ``[k, k]`` in float64, the identity but for rounding: ``U·correction`` is what the
-            formulas call U, orthonormal to the precision of float64.
+        correction: ``(UᵀU)^(-1/2)`` in float64, the identity but for rounding: ``U·correction`` is the formulas' U.
         slack: s, in the units of Λ; infinite where nothing is known of it.
-        settled: how many eigenvalues, from the top, can be taken for H's own: all of Lanczos' converged ones, the first
-            half of Nyström's, whose others are too small. All of them are used.
+        settled: how many eigenvalues, from the top, can be taken for H's own: half of the products behind P. The others
+            are too small, and used as well.
         terms: how many terms the products went over.
         exact_for_terms: number of terms of the operator that ``slack`` and ``share`` hold for, or None where nothing is
             proven for the one that P is used on: see `for_operator`.
@@ -86,16 +85,14 @@ class LowRank(Preconditioner):
         if not bool((values.isfinite() & (values > 0)).all()) or bool((values.diff() > 0).any()):
             raise VectorError(f"eigenvalues must be positive and falling, got {values.tolist()}")
         check_damping(self.damping)
-        if not self.slack >= 0:
-            raise OptionError(f"slack is {self.slack}; it bounds the square of a norm")
-        if not 1 <= self.settled <= rank:
-            raise OptionError(f"settled is {self.settled}; it is a number of eigenvalues, of {rank}")
-        if not 0 <= self.share <= 1:
-            raise OptionError(
-                f"share is {self.share}; it is a part of an operator, from 0 to 1 (`share_of_whole` of the drawn one)"
-            )
-        if not 0 < self.scale <= 1:
-            raise OptionError(f"scale is {self.scale}; it is what eigenvalues were multiplied by, in (0, 1]")
+        for name, fits, what in (
+            ("slack", self.slack >= 0, "bounds the square of a norm"),
+            ("settled", 1 <= self.settled <= rank, f"is a number of eigenvalues, of {rank}"),
+            ("share", 0 <= self.share <= 1, "is a part of an operator, from 0 to 1 (its `share_of_whole`)"),
+            ("scale", 0 < self.scale <= 1, "is what eigenvalues were multiplied by, in (0, 1]"),
+        ):
+            if not fits:
+                raise OptionError(f"{name} is {getattr(self, name)}; it {what}")
         for name in ("eigenvalues", "correction"):  # k × k algebra is done there, wherever U is
             object.__setattr__(self, name, getattr(self, name).cpu())
 
@@ -114,7 +111,7 @@ class LowRank(Preconditioner):
         along = self.correction @ (
             shares.unsqueeze(1) * (self.correction.T @ self.vectors.gram(vector, exact=True).cpu())
         )
-        return subtract_and_scale_(vector.clone(), self.vectors, along, scale)
+        return _subtract_and_scale_(vector.clone(), self.vectors, along, scale)
 
     @property
     def smallest(self) -> float:
@@ -162,12 +159,9 @@ class LowRank(Preconditioner):
     def shrunk(self, factor: float | None = None) -> LowRank:
         """The same U with θΛ: for conjugate gradients with a P made from a small part of the terms. No copies.
 
-        Over few terms the top eigenvalues come out too large; at θ = c, `smallest` is 1 again but for the slack. It
-        pays as long as the share is well above λ/λmax; where ``θΛ₁ < λ``, P does nothing. Derived and measured in
-        docs/math.md, "Low-rank preconditioners".
-
-        Args:
-            factor: θ, in (0, 1]; by default the share.
+        Over few terms the top eigenvalues come out too large; at θ = c, the default, `smallest` is 1 again but for the
+        slack. It pays as long as the share is well above λ/λmax. Derived and measured in docs/math.md, "Low-rank
+        preconditioners".
         """
         theta = self.share if factor is None else factor
         if not 0 < theta <= 1:
@@ -194,9 +188,6 @@ class LowRank(Preconditioner):
         return replace(self, exact_for_terms=operator.num_terms if exact else None)
 
 
-# --- what both ways to make one share --------------------------------------------------------------------
-
-
 def check_rank(operator: LinearOperator, damping: float, rank: int) -> None:
     """Refuse what no low-rank preconditioner can be made with, before any product."""
     if isinstance(operator, Damped):
@@ -208,20 +199,40 @@ def check_rank(operator: LinearOperator, damping: float, rank: int) -> None:
         )
 
 
-def drawn_terms(
-    operator: LinearOperator, terms: int | None, generator: torch.Generator
-) -> tuple[LinearOperator, int | None, float]:
-    """The operator to make products with, the number of terms that what is proven of P holds for, and the share."""
-    if terms is None or terms == operator.num_terms:
-        return operator, operator.num_terms, 1.0
-    operator.check_batch_size(terms)
-    drawn = operator.subset(terms, generator, distinct=True)
-    share = drawn.share_of_whole
-    return drawn, operator.num_terms if share > 0 else None, share
+# --- blocks times small matrices, in float64 -----------------------------------------------------------------------
 
 
-def orthonormal_correction(block: ParamVector) -> Tensor:
-    """``(UᵀU)^(-1/2)`` in float64, of a block that is orthonormal but for rounding."""
-    values, vectors = torch.linalg.eigh(block.gram(block, exact=True).cpu())
-    correction: Tensor = (vectors / values.sqrt()) @ vectors.T
-    return correction
+def mix_(block: ParamVector, weights: Tensor) -> ParamVector:
+    """The block times ``weights``, written over it; at most as many columns as there were.
+
+    Returns the block to go on with: the given one's storage is overwritten, or given up for a smaller one.
+    """
+    columns = weights.shape[1]
+    for name in block:
+        rows = _rows(block, name)
+        turned = weights.T.to(rows.device)
+        for piece in _pieces(rows.shape[1], len(rows) + columns):
+            rows[:columns, piece] = (turned @ rows[:, piece].double().contiguous()).to(rows.dtype)
+    return block if columns == block.columns else block.part(0, columns).clone()
+
+
+def _subtract_and_scale_(
+    vector: ParamVector, block: ParamVector, weights: Tensor, scale: float
+) -> ParamVector:
+    """``v ← scale · (v - block · weights)``, per column of v, each entry rounded once."""
+    for name in vector:
+        mine, theirs = _rows(vector, name), block[name].reshape(len(weights), -1)
+        turned = weights.T.to(mine.device)
+        for piece in _pieces(mine.shape[1], len(mine) + len(theirs)):
+            left = mine[:, piece].double().sub_(turned @ theirs[:, piece].double())
+            mine[:, piece] = left.mul_(scale).to(mine.dtype)
+    return vector
+
+
+def _rows(vector: ParamVector, name: str) -> Tensor:
+    return vector[name].view(vector.columns or 1, -1)
+
+
+def _pieces(length: int, rows: int) -> Iterator[slice]:
+    step = max(1, _NUMBERS_AT_ONCE // max(rows, 1))
+    return (slice(start, start + step) for start in range(0, length, step))

@@ -18,18 +18,11 @@ from torch import Tensor
 
 from whence.errors import OptionError, SolverError, VectorError
 from whence.operators import LinearOperator
-from whence.preconditioners.blocks import mix_
-from whence.preconditioners.low_rank import (
-    NO_CURVATURE,
-    LowRank,
-    check_rank,
-    drawn_terms,
-    orthonormal_correction,
-)
+from whence.preconditioners.low_rank import LowRank, check_rank, mix_
 from whence.progress import ticker
 from whence.vectors import ParamVector
 
-__all__ = ["nystrom", "settled_eigenvalues"]
+__all__ = ["nystrom"]
 
 _SAFETY = 2.0  # on the measured error of products
 _DOUBT = 1e-2  # chance that the error is larger than it is taken to be, from so few pairs
@@ -62,33 +55,31 @@ def nystrom(
     check_rank(operator, damping, rank)
     if at_once < 1:
         raise OptionError(f"at_once is {at_once}; at least one column has to be multiplied")
-    used, exact_for_terms, share = drawn_terms(operator, terms, generator)
+    used, share = operator, 1.0
+    if terms is not None and terms != operator.num_terms:
+        operator.check_batch_size(terms)
+        used = operator.subset(terms, generator, distinct=True)
+        share = used.share_of_whole
     columns = min(max(rank, _FEWEST_TESTS), operator.zeros().numel)
     block, matrix, error = _products(used, columns, at_once, generator)
     epsilon = block.rounding
     error = _SAFETY * max(error, epsilon * float(block.norm().max()))
     vectors, values, root_slack = _decompose(block, matrix, error, epsilon, rank)
+    correction = _correction(vectors)
+    # the later half of Λ is too small: half of the products behind P is what it can be taken to know
+    settled = min(len(values), (max(min(rank, columns), _FEWEST_TESTS) + 1) // 2)
     return LowRank(
         vectors=vectors,
         eigenvalues=values,
         damping=float(damping),
-        correction=(correction := orthonormal_correction(vectors)),
+        correction=correction,
         slack=(root_slack + _moved(correction, values)) ** 2,
-        settled=min(len(values), settled_eigenvalues(min(rank, columns))),
+        settled=settled,
         terms=used.num_terms,
-        exact_for_terms=exact_for_terms,
+        exact_for_terms=operator.num_terms if share > 0 else None,
         num_products=columns,
         share=share,
     )
-
-
-def settled_eigenvalues(rank: int) -> int:
-    """How many of H's largest eigenvalues a P of this rank can be taken to know: half of the products behind it.
-
-    The later half of Λ is too small. On digits, `Spectrum.cg_iterations` with so many ``deflated`` foretells the
-    iterations with ranks 10 to 30, and P from all terms or from a quarter of them.
-    """
-    return min(rank, (max(rank, _FEWEST_TESTS) + 1) // 2)
 
 
 def _products(
@@ -145,7 +136,10 @@ def _decompose(
     inverted = inverted + shift
     real = inverted > 0.5 * shift  # a test direction without curvature to be seen tells nothing
     if not bool(real.any()):
-        raise SolverError(NO_CURVATURE)
+        raise SolverError(
+            "the operator has no curvature in any of the directions tried: the outputs do not depend on the selected "
+            "parameters, or the model is certain of every answer. There is nothing to precondition"
+        )
     weights = directions[:, real] / inverted[real].sqrt()
     block = mix_(block, weights)  # B + D
     values, rotation = torch.linalg.eigh(block.gram(block, exact=True).cpu())
@@ -162,6 +156,13 @@ def _decompose(
     values, rotation = values[kept][:rank], rotation[:, kept][:, :rank]
     block = mix_(block, rotation / values.sqrt())
     return block, values, error * float(torch.linalg.matrix_norm(weights @ rotation, 2)) + 2 * rounding
+
+
+def _correction(block: ParamVector) -> Tensor:
+    """``(UᵀU)^(-1/2)`` in float64, of a block that is orthonormal but for rounding."""
+    values, vectors = torch.linalg.eigh(block.gram(block, exact=True).cpu())
+    correction: Tensor = (vectors / values.sqrt()) @ vectors.T
+    return correction
 
 
 def _moved(correction: Tensor, values: Tensor) -> float:

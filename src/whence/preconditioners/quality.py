@@ -1,8 +1,7 @@
 """Whether a preconditioner is as good as it looks: the ends of the spectrum of ``P⁻¹(H + λ)``, measured.
 
-A preconditioner made from eigenvectors that have not converged, or from too few terms, is still positive definite, and
-solvers run with it; they are only slow. A few products of ``P^(-1/2)(H + λ)P^(-1/2)`` by Lanczos show it. Ritz values
-lie inside the spectrum: the largest eigenvalue is at least the largest of them, the smallest at most the smallest.
+A preconditioner made from too few terms, or from eigenvectors that have not converged, is still positive definite, and
+solvers run with it; they are only slow. A few products of Lanczos show it; Ritz values lie inside the spectrum.
 
     largest     rank k promises about (Λ_k + λ)/λ; much more means that U misses top eigenvectors of H
     smallest    1 for eigenvectors of H; much less means that P has curvature which H does not have
@@ -35,15 +34,13 @@ class Quality:
     """What was measured of a preconditioner P for ``H + λ``.
 
     Attributes:
-        largest: largest Ritz value of ``P⁻¹(H + λ)``, with the bound of its error: an eigenvalue is that near.
-        smallest: the smallest.
+        largest, smallest: Ritz values of ``P⁻¹(H + λ)``, with the bounds of their errors: an eigenvalue is that near.
         plain_condition_number: of ``H + λ``, without P.
         proven: P's own lower bound of the smallest.
         num_terms: of H.
         num_products: spent on measuring.
-        promised: the largest eigenvalue that a `LowRank` P promises; None for others, as are the next two.
-        rank: of a `LowRank` P.
-        terms: how many terms a `LowRank` P was made from.
+        promised, rank, terms: of a `LowRank` P the largest eigenvalue that it promises, its rank, and how many terms it
+            was made from; None for others.
     """
 
     largest: Estimate
@@ -55,11 +52,6 @@ class Quality:
     promised: float | None = None
     rank: int | None = None
     terms: int | None = None
-
-    @property
-    def num_term_products(self) -> int:
-        """Terms gone through in the products."""
-        return self.num_products * self.num_terms
 
     @property
     def condition_number(self) -> float:
@@ -119,9 +111,7 @@ class Quality:
             more = f"more terms, or {more}"
         return tuple(found), f"Most likely {cause}. Use {more}"
 
-    @property
-    def verdict(self) -> str:
-        """In words."""
+    def __str__(self) -> str:
         sentences = [
             f"P brings the condition number from {self.plain_condition_number:.3g} to {self.condition_number:.3g}; the "
             f"eigenvalues of P⁻¹(H + λ) lie between {self.smallest.value:.3g} and {self.largest.value:.3g}",
@@ -129,9 +119,6 @@ class Quality:
         if self.remedy is not None:
             sentences += ["But " + "; and ".join(self.problems), self.remedy]
         return ". ".join(sentences) + "."
-
-    def __str__(self) -> str:
-        return self.verdict
 
 
 def measure_quality(

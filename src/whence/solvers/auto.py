@@ -3,21 +3,17 @@
 Costs are counted in terms gone through for all queries together. With n terms, q queries, m chains, and an error ε of
 the scores, relative to their size, for which the proven error may be 2ε:
 
-*Conjugate gradients* take ``n·K`` terms, ``K = min_j (j + ½ √(1 + λ_{(j+1)q}/λ) · ln(2/2ε))``: with every iteration a
-block of q columns takes q of the largest eigenvalues out of the way (`Spectrum.cg_iterations`).
-
-*With a low-rank preconditioner* of rank r = 16, made from a tenth of the terms, r/2 more of them are gone, and an
-iteration is lost to the terms that it has not seen; making it is r products of one column over that tenth.
-
-*LiSSA* takes ``m·T·|B|`` terms: the paper's plan, and at least ``2·C·d₂(λ)/ε²`` for the error that was asked for. This
-does not depend on n.
+*Conjugate gradients* take ``n·K`` terms, with K of `Spectrum.cg_iterations`. *With a low-rank preconditioner* of rank
+r = 16, made from a tenth of the terms, r/2 eigenvalues fewer are in the way, and an iteration is lost to the terms that
+it has not seen; making it is r products of one column over that tenth. *LiSSA* takes ``m·T·|B|`` terms: the paper's
+plan, and at least ``2·C·d₂(λ)/ε²`` for the error that was asked for. This does not depend on n. See docs/math.md,
+"The price of a solve".
 
 The rule: **conjugate gradients, preconditioned where that is cheaper; LiSSA where twice its cost is still less.**
 Twice, because its price is what it costs if nothing goes wrong: a few examples of huge curvature double the batch and
 begin all again. A step over few terms costs more than these, so every pass counts as `Passes.start` terms more. Work is
-counted, never timed: a choice by stop-watch would differ between two runs of the same job.
-
-Measured by ``python -m benchmarks.solvers``.
+counted, never timed: a choice by stop-watch would differ between two runs of the same job. Measured by
+``python -m benchmarks.solvers``.
 """
 
 from __future__ import annotations
@@ -80,7 +76,6 @@ class Alternative:
     """What one solver would cost.
 
     Attributes:
-        solver: ``"cg"`` or ``"lissa"``.
         how: its settings, in words.
         terms: gone through, for all queries together.
         work: the same, and what starting passes costs, in terms: what decides.
@@ -113,13 +108,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Choice:
-    """The solver to use, and what the others would have cost.
-
-    Attributes:
-        alternatives: the chosen one first, then by work.
-        accuracy: the asked correlation.
-        num_terms: of the data.
-    """
+    """The solver to use, and what the others would have cost: the chosen alternative first, the others by work."""
 
     alternatives: tuple[Alternative, ...]
     accuracy: float
@@ -179,7 +168,7 @@ def choose(
     Args:
         spectrum: measured.
         damping: λ, or a part of λmax.
-        num_terms: n.
+        num_terms: of the data.
         queries: right-hand sides solved together.
         accuracy: the correlation with exact scores to reach.
         chains: of LiSSA.
@@ -189,33 +178,17 @@ def choose(
     Raises:
         OptionError: where no solver's vectors fit into the memory.
     """
-    check_accuracy(accuracy)
     damping = resolve_damping(damping, spectrum)
     passes = Passes() if passes is None else passes
     n, tolerance = num_terms, tolerance_for(accuracy)
-
-    def alternative(
-        solver: str, how: str, terms: float, work: float, copies: int, **rest: float
-    ) -> Alternative:
-        impossible = ""
-        if memory_bytes is not None and spectrum.num_parameters is not None:
-            needed = 4.0 * spectrum.num_parameters * copies
-            if needed > memory_bytes:
-                impossible = (
-                    f"its vectors need {format_bytes(needed)}, and {format_bytes(memory_bytes)} are there"
-                )
-        per_term = spectrum.seconds_per_term
-        seconds = None if per_term is None else work * per_term
-        return Alternative(solver, how, terms, work, copies, seconds, impossible, **rest)  # type: ignore[arg-type]
-
     K = math.ceil(spectrum.cg_iterations(damping, queries, tolerance=tolerance))
     found = [
-        alternative(
-            "cg",
-            f"about {K} iterations over all {n:,} terms, for all queries together",
-            n * K,
-            passes.work(n * K, K),
-            _CG_COPIES * queries,
+        Alternative(
+            solver="cg",
+            how=f"about {K} iterations over all {n:,} terms, for all queries together",
+            terms=n * K,
+            work=passes.work(n * K, K),
+            memory_copies=_CG_COPIES * queries,
         )
     ]
     made_from = math.ceil(_SHARE * n)
@@ -224,12 +197,12 @@ def choose(
         # a product of k columns is 1 + 4k forwards: the queries of an iteration share the one, and so do its columns
         making = made_from * _RANK * (1 + 4 * _COLUMNS) / _COLUMNS / (1 + 4 * queries)
         found.append(
-            alternative(
-                "cg",
-                f"about {K} iterations over all {n:,} terms, {_RANK} products over {made_from:,} before",
-                n * K + making,
-                passes.work(n * K, K) + passes.work(making, _RANK / _COLUMNS),
-                _CG_COPIES * queries + _RANK + _COPIES * _COLUMNS,
+            Alternative(
+                solver="cg",
+                how=f"about {K} iterations over all {n:,} terms, {_RANK} products over {made_from:,} before",
+                terms=n * K + making,
+                work=passes.work(n * K, K) + passes.work(making, _RANK / _COLUMNS),
+                memory_copies=_CG_COPIES * queries + _RANK + _COPIES * _COLUMNS,
                 rank=_RANK,
                 rank_terms=made_from,
             )
@@ -237,20 +210,31 @@ def choose(
     refine = _needed_length(spectrum, damping, n, accuracy, chains)
     plan = Plan.tuned(spectrum, damping, num_terms=n, chains=chains, refine=refine)
     found.append(
-        alternative(
-            "lissa",
-            f"{chains} chains of {plan.num_steps:,} steps with {plan.batch_size:,} fresh terms each",
-            plan.num_term_products,
-            passes.work(plan.num_term_products, plan.num_products),
-            plan.memory_copies * queries,
+        Alternative(
+            solver="lissa",
+            how=f"{chains} chains of {plan.num_steps:,} steps with {plan.batch_size:,} fresh terms each",
+            terms=plan.num_term_products,
+            work=passes.work(plan.num_term_products, plan.num_products),
+            memory_copies=plan.memory_copies * queries,
             refine=refine,
         )
     )
+    found = [_here(each, spectrum, memory_bytes) for each in found]
     if all(each.impossible for each in found):
         raise OptionError("; ".join(f"{each.name}: {each.impossible}" for each in found))
     risk = {"cg": 1.0, "lissa": _RISK}
     found.sort(key=lambda each: (bool(each.impossible), risk[each.solver] * each.work))
     return Choice(tuple(found), accuracy, n)
+
+
+def _here(alternative: Alternative, spectrum: Spectrum, memory_bytes: float | None) -> Alternative:
+    """With the seconds that it takes on this machine, and why it is impossible there, if it is."""
+    per_term, impossible = spectrum.seconds_per_term, ""
+    needed = 4.0 * (spectrum.num_parameters or 0) * alternative.memory_copies
+    if memory_bytes is not None and needed > memory_bytes:
+        impossible = f"its vectors need {format_bytes(needed)}, and {format_bytes(memory_bytes)} are there"
+    seconds = None if per_term is None else alternative.work * per_term
+    return replace(alternative, seconds=seconds, impossible=impossible)
 
 
 def _needed_length(spectrum: Spectrum, damping: float, n: int, accuracy: float, chains: int) -> float:
@@ -278,7 +262,7 @@ def make_solver(
     Args:
         chosen: one of a choice's alternatives.
         plan: of the damping; in force where LiSSA was chosen.
-        accuracy: the correlation to reach.
+        accuracy: the correlation with exact scores to reach.
         preconditioner: where one was chosen: of ``chosen.rank``, from ``chosen.rank_terms`` terms, `LowRank.shrunk`
             so that errors can be proven.
         verify: of `ConjugateGradient`.

@@ -18,12 +18,73 @@ from torch import Tensor
 from whence.errors import OptionError, VectorError
 from whence.operators import Damped
 from whence.progress import ticker
-from whence.solvers.certificate import Certificate
 from whence.solvers.plan import Plan
-from whence.spectrum import Estimate
 from whence.vectors import ParamVector
 
-__all__ = ["ErrorParts", "Journal", "Solution", "Solver", "State", "Statistics", "check_system"]
+__all__ = [
+    "Certificate",
+    "ErrorParts",
+    "Journal",
+    "Solution",
+    "Solver",
+    "State",
+    "Statistics",
+    "check_system",
+]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Proven bounds of ``‖u - u*‖_A``: the error of a solution of ``(H + λ)u = g`` in the energy norm, A = H + λ.
+
+    Derived in docs/math.md, "Gauss-Radau bounds for a block". They are about the operator that was solved with, if its
+    products are exact to rounding. Those of finite differences are not; a measured residual shows by how much, and is
+    then part of the upper bound.
+
+    Attributes:
+        lower: per column in float64; 0 where nothing is known.
+        upper: per column in float64; infinite where nothing can be proven.
+        damping: λ.
+        operator_terms: how many terms the operator averaged.
+
+    Example:
+        >>> import torch
+        >>> lower, upper = torch.tensor([0.25, 1.0]).double(), torch.tensor([0.5, 2.0]).double()
+        >>> certificate = Certificate(lower, upper, damping=0.25, operator_terms=100)
+        >>> certificate.score_bound(torch.tensor([1.0, 3.0]))
+        tensor([[ 1.,  3.],
+                [ 4., 12.]], dtype=torch.float64)
+    """
+
+    lower: Tensor
+    upper: Tensor
+    damping: float
+    operator_terms: int
+
+    def score_bound(self, norms: Tensor) -> Tensor:
+        """The most that scores ``wᵀu`` can be wrong by: ``|wᵀ(u - u*)| ≤ ‖w‖_{A⁻¹} ‖u - u*‖_A ≤ ‖w‖ upper / √λ``.
+
+        From the examples' ‖w‖: ``[columns, examples]`` in float64, without the first dimension for a single solution.
+        """
+        return self._spread(norms) / math.sqrt(self.damping)
+
+    def score_error(self, norms: Tensor, trace: float) -> Tensor:
+        """The spread of a typical example's score around the exact one, at most: ``upper ‖w‖ / √Tr(H)``.
+
+        ``E_z (∇ℓ(z)ᵀe)² = eᵀHe ≤ ‖e‖²_A`` over examples z whose labels are drawn from the model, and
+        ``E_z ‖∇ℓ(z)‖² = Tr(H)``: shared out by gradient norm, the errors have this mean square. No bound for any single
+        example.
+        """
+        if not 0 < trace < math.inf:
+            raise OptionError(
+                f"the trace is {trace}; give Tr(H), a positive number, as estimate_spectrum finds it"
+            )
+        return self._spread(norms) / math.sqrt(trace)
+
+    def _spread(self, norms: Tensor) -> Tensor:
+        if not bool((norms >= 0).all()):
+            raise OptionError("norms of gradients must be numbers, none of them negative")
+        return self.upper.unsqueeze(-1) * norms.to(self.upper)
 
 
 @dataclass(frozen=True)
@@ -59,7 +120,6 @@ class Statistics:
     """How a solver fared: everything about a solution but its vectors.
 
     Attributes:
-        solver: its name, ``"lissa"`` or ``"cg"``.
         residual, residual_stderr: ``‖(H + λ)u - g‖ / ‖g‖`` per column, and its standard error.
         converged: whether the solver's tolerance is met, per column.
         num_products: products spent, all chains together.
@@ -68,7 +128,6 @@ class Statistics:
         paths: gᵀu along every chain, ``[chains, steps, columns]``.
         error_parts: which part of the error is bias, which sampling, and which is proven.
         plan: LiSSA's settings in force at the end.
-        certificate: proven bounds of the error, where the solver has them.
         score_rms: ``‖u‖_H`` per column, where the solver knows it: the root mean square of the scores.
         exhausted: whether more steps cannot make the solution better in this precision.
     """
@@ -188,11 +247,6 @@ class Solution:
         if self.value.columns is None:
             value, error = value.squeeze(0), error.squeeze(0)
         return value, error
-
-    def estimate(self, functional: ParamVector) -> Estimate:
-        """`project` for one functional of a single solution."""
-        value, error = self.project(functional)
-        return Estimate(float(value), float(error))
 
 
 class State(Protocol):

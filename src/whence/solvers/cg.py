@@ -5,7 +5,7 @@ A = H + λ, P a preconditioner or the identity. On top of `BlockLanczos`, with i
     d_j = α_j - β_j d_{j-1}⁻¹ β_jᵀ,      S_j = Z_j - S_{j-1} d_{j-1}⁻¹ β_jᵀ,      x_j = x_{j-1} + S_j d_j⁻¹ ζ_j
     ζ_{j+1} = -β_{j+1} d_j⁻¹ ζ_j,      g - A x_j = V_{j+1} ζ_{j+1},      ‖e_{j-1}‖²_A - ‖e_j‖²_A = diag(ζ_jᵀ d_j⁻¹ ζ_j)
 
-with ``ζ_1 = β_0``, e_j the error of x_j, and ``‖e‖²_A = eᵀAe``; `whence.solvers.certificate` bounds what is left of it.
+with ``ζ_1 = β_0``, e_j the error of x_j, and ``‖e‖²_A = eᵀAe``; `ErrorBounds` bounds what is left of it.
 A block of q shares one space: every product adds q directions to it for all of them, so that fewer products do than
 for a single right-hand side. Small matrices are float64, whatever the vectors are.
 
@@ -26,8 +26,8 @@ from torch import Tensor
 from whence.errors import OptionError
 from whence.operators import Damped
 from whence.preconditioners import Preconditioner
-from whence.solvers.base import ErrorParts, Solution, Solver, Statistics
-from whence.solvers.certificate import Certificate
+from whence.preconditioners.base import check_made_for
+from whence.solvers.base import Certificate, ErrorParts, Solution, Solver, Statistics
 from whence.solvers.cg_state import CGState, Spanned
 from whence.solvers.error_bounds import ErrorBounds
 from whence.solvers.settling import Settling
@@ -46,15 +46,11 @@ _TIGHTER = 0.25
 class ConjugateGradient(Solver[CGState]):
     """Conjugate gradients until the scores are proven to be right to a tolerance.
 
-    The stopping rule is about scores. An error e of the solution changes the score of an example z by ``∇ℓ(z)ᵀe``, and
-    ``E_z (∇ℓ(z)ᵀe)² = eᵀHe ≤ ‖e‖²_A`` when labels are drawn from the model; the scores' own mean square is
-    ``E_z (∇ℓ(z)ᵀu)² = ‖u‖²_H``. So ``‖e‖_A ≤ tolerance · ‖u‖_H`` bounds the root-mean-square error of the scores
-    relative to the scores. The left side is the proven upper bound; on the right, ``‖u‖²_H = gᵀu - rᵀu - λ‖u‖²`` with
-    the residual r.
-
-    The scores of real examples may be right long before, where these are made of many terms; or long after, where the
-    model is sure of their labels, so that they differ from those it would draw. With ``score_error`` their own expected
-    error decides instead; see `whence.solvers.settling`.
+    The stopping rule, ``‖e‖_A ≤ tolerance · ‖u‖_H`` with the proven bound on the left, is about scores: over examples
+    whose labels are drawn from the model it bounds their root-mean-square error, relative to theirs (docs/math.md, "Why
+    the tolerance is about scores"). The scores of real examples may be right long before, where these are made of many
+    terms; or long after, where the model is sure of their labels. With ``score_error`` their own expected error decides
+    instead; see `whence.solvers.settling`.
 
     Args:
         tolerance: the relative error of the scores, in root mean square, to stop at.
@@ -94,16 +90,16 @@ class ConjugateGradient(Solver[CGState]):
     verify: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.tolerance < math.inf:
-            raise OptionError(f"tolerance is {self.tolerance}; give a positive number, such as 0.1")
-        if self.score_error is not None and not 0 < self.score_error < math.inf:
-            raise OptionError(
-                f"score_error is {self.score_error}; give a positive number, such as 0.1, or None"
-            )
+        for name, example in (
+            ("tolerance", "such as 0.1"),
+            ("score_error", "such as 0.1, or None"),
+            ("largest", "an upper bound of H's eigenvalues, or None"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise OptionError(f"{name} is {value}; give a positive number, {example}")
         if self.max_iterations < 1:
             raise OptionError(f"max_iterations is {self.max_iterations}; it must be at least 1")
-        if self.largest is not None and not 0 < self.largest < math.inf:
-            raise OptionError(f"largest is {self.largest}; give an upper bound of H's eigenvalues, or None")
         if self.preconditioner is not None and not isinstance(self.preconditioner, Preconditioner):
             raise OptionError(
                 f"the preconditioner is a {type(self.preconditioner).__name__}; give a Preconditioner, or None"
@@ -112,13 +108,12 @@ class ConjugateGradient(Solver[CGState]):
     def check(self, A: Damped, rhs: ParamVector, start: ParamVector | None) -> None:
         """Refuse a preconditioner of another system."""
         P = self.preconditioner
-        if P is not None and abs(P.damping - A.damping) > 1e-9 * A.damping:
-            raise OptionError(
-                f"the system's damping is {A.damping}, the preconditioner was made for {P.damping}; "
-                "make both from one value"
-            )
-        if P is not None and not 0 < P.smallest < math.inf:
-            raise OptionError(f"the preconditioner's smallest is {P.smallest}; it must be a positive number")
+        if P is not None:
+            check_made_for(A, P.damping)
+            if not 0 < P.smallest < math.inf:
+                raise OptionError(
+                    f"the preconditioner's smallest is {P.smallest}; it must be a positive number"
+                )
 
     # --- solving -----------------------------------------------------------------------------------------
 

@@ -33,8 +33,7 @@ class Spanned:
 
         ‖e‖²_A ≤ (rᵀr - 2 yᵀNᵀr + yᵀ(λZᵀN + NᵀN)y) / λ
 
-    Derived in docs/math.md, "Errors proven with any preconditioner". Takes one vector of the parameters' size for each
-    column and step.
+    See docs/math.md, "Errors proven with any preconditioner". Takes one vector per column and step.
 
     Attributes:
         blocks: V_1 … V_{j+1}.
@@ -66,16 +65,7 @@ class Spanned:
         return torch.cat([torch.cat([matrix, above], 1), torch.cat([above.T, corner], 1)])
 
     def energy(self, zeta: Tensor, T: BlockTridiagonal, damping: float, rounding: float) -> Tensor:
-        """Above ``‖e‖²_A``, one number per column.
-
-        Products that are rounded to ``ε‖A‖`` change ``2 yᵀNᵀr`` by up to ``ε‖A‖·‖Zy‖·‖r‖``, and ``‖Zy‖ ≤ ‖r‖/λ``.
-
-        Args:
-            zeta: the residual in the last block.
-            T: of the steps so far.
-            damping: λ.
-            rounding: ε‖A‖, of the products.
-        """
+        """Above ``‖e‖²_A``, per column, from the residual ζ in the last block; products are rounded to ε‖A‖."""
         B = T.extended()
         total, known = B.shape
         r = torch.zeros(total, zeta.shape[1], dtype=torch.float64)

@@ -1,12 +1,9 @@
 """Noticing that a stochastic solve diverges, telling why, and answering it.
 
-The solution is never longer than ``‖g‖/λ``, and iterates that converge stay near that ball, so leaving it by a
-factor of `SLACK` means divergence, noticed within a few steps of the growth. The path leaves along some
-direction v. Full-batch steps diverge along v once ``η(vᵀHv + λ) > 2``; a planned step has at most 1 there. So if it
-exceeds 1.5 on a large fresh batch, the step is too long: λmax was underestimated. If not, the step suits H but
-not its small-batch versions: the batch is too small (the paper's condition). With a preconditioner P the matrix of the
-steps is ``P⁻¹(H + λ)``, and ``‖Av‖²_{P⁻¹} / vᵀAv``, never above its largest eigenvalue, takes the place of
-``vᵀHv + λ``.
+The solution is never longer than ``‖g‖/λ``: leaving that ball by a factor of `SLACK` means divergence. If, along the
+direction v of escape, ``η(vᵀHv + λ)`` exceeds 1.5 on a large fresh batch, the step is too long: λmax was
+underestimated. If not, the batch is too small (the paper's condition). With a preconditioner ``‖Av‖²_{P⁻¹} / vᵀAv``
+takes the place of ``vᵀHv + λ``. See docs/math.md, "Divergence, and its cause".
 """
 
 from __future__ import annotations

@@ -92,14 +92,7 @@ class ErrorBounds:
     def after_measurement(
         self, g: ParamVector, state: CGState, residual: ParamVector, curvature: Tensor | None
     ) -> None:
-        """The same from a measured residual r, and from the next pivot of T.
-
-        Args:
-            g: the right-hand sides.
-            state: of the iterate.
-            residual: ``g - Ax``, by a product.
-            curvature: ``ZᵀAZ`` of the next block of the basis; None where there is none.
-        """
+        """The same from a measured residual ``g - Ax``, and from ``ZᵀAZ`` of the basis' next block, if there is one."""
         x, lanczos = state.iterate, state.lanczos
         state.residual = _relative(column_dots(residual, residual), g)
         state.score_rms = self._score_rms(x, g, column_dots(residual, x))

@@ -26,16 +26,8 @@ __all__ = ["error_parts", "left_of_default_start", "left_of_start", "residual_no
 _TINY = torch.finfo(torch.float64).tiny
 
 
-def residual_norm(
-    A: Damped,
-    solution: ParamVector,
-    rhs: ParamVector,
-    batches: int,
-    batch_size: int,
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:
-    """Relative residual ``‖(H + λ)u - g‖ / ‖g‖`` and its standard error, per column; zero where it is not resolved."""
-    square, error = residual_square(A, solution, rhs, batches, batch_size, generator)
+def residual_norm(square: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a `residual_square` and its error, the roots; zero where it is not resolved."""
     norm = square.clamp_min(0.0).sqrt()
     # d√x = dx/2√x, or √dx where x is lost in its error
     return norm, torch.minimum(error / (2 * norm).clamp_min(1e-30), error.sqrt())
@@ -49,7 +41,7 @@ def residual_square(
     batch_size: int,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Unbiased estimate of the squared relative residual, possibly negative, and its standard error.
+    """Unbiased estimate of ``‖(H + λ)u - g‖² / ‖g‖²``, possibly negative, and its standard error, per column.
 
     The error is the most that the batches' noise can cause, when it is all in one direction:
     ``√(2 / m(m-1))`` times the mean of ``‖r_i‖²``.
@@ -95,15 +87,8 @@ def error_parts(
 ) -> ErrorParts:
     """Bias and sampling error of the chains' mean, from quadratic forms on terms drawn anew: forwards alone.
 
-    Args:
-        A: the system.
-        value: the chains' mean.
-        chains: independent estimates.
-        left: the part of the start's error that is left.
-        start: where all chains began; None if `left` is a part of the solution.
-        in_energy: whether `left` is about the norm of A, or that of H.
-        terms: how many to draw.
-        generator: draws them.
+    Of the start's error, or of the solution where no start was given, a part of ``left`` is left: in the norm of A if
+    ``in_energy``, else in that of H.
     """
     held_out = A.operator.subset(terms, generator)
     size = held_out.quadratic_form(value).clamp_min(_TINY).sqrt()

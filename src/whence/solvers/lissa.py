@@ -32,9 +32,16 @@ from torch import Tensor
 from whence.errors import OptionError, WhenceWarning
 from whence.operators import Damped
 from whence.preconditioners import Preconditioner
+from whence.preconditioners.base import check_made_for
 from whence.solvers.base import Solution, Solver, Statistics
 from whence.solvers.divergence import Divergence, answer, left_the_ball
-from whence.solvers.held_out import error_parts, left_of_default_start, left_of_start, residual_norm
+from whence.solvers.held_out import (
+    error_parts,
+    left_of_default_start,
+    left_of_start,
+    residual_norm,
+    residual_square,
+)
 from whence.solvers.plan import Plan
 from whence.vectors import ParamVector
 
@@ -88,10 +95,6 @@ class LissaState:
     events: list[str] = field(default_factory=list)
     operator: Mapping[str, float | None] = field(default_factory=dict)
 
-    def begin_again(self, plan: Plan) -> None:
-        """All chains must estimate the same thing with the same settings: start over with new ones."""
-        self.plan, self.chain, self.finished, self.paths = plan, None, [], []
-
 
 @dataclass(frozen=True)
 class Lissa(Solver[LissaState]):
@@ -138,15 +141,10 @@ class Lissa(Solver[LissaState]):
 
     def check(self, A: Damped, rhs: ParamVector, start: ParamVector | None) -> None:
         """Refuse a system that plan or preconditioner were not made for."""
-        made_for, whose = (
-            (self.plan.damping, "plan")
-            if self.preconditioner is None
-            else (self.preconditioner.damping, "preconditioner")
-        )
-        if abs(A.damping - made_for) > 1e-9 * made_for:
-            raise OptionError(
-                f"the system's damping is {A.damping}, the {whose} was made for {made_for}; make both from one value"
-            )
+        if self.preconditioner is None:
+            check_made_for(A, self.plan.damping, "plan")
+        else:
+            check_made_for(A, self.preconditioner.damping)
         if self.plan.batch_size > A.num_terms:
             raise OptionError(
                 f"the plan asks for batches of {self.plan.batch_size} terms, the data hold {A.num_terms}. "
@@ -220,7 +218,8 @@ class Lissa(Solver[LissaState]):
         generator = torch.Generator()
         generator.set_state(state.generator)
         batch = min(4 * plan.batch_size, A.num_terms)
-        residual, stderr = residual_norm(A, value, rhs, self.residual_batches, batch, generator)
+        square = residual_square(A, value, rhs, self.residual_batches, batch, generator)
+        residual, stderr = residual_norm(*square)
         preconditioned, given = self.preconditioner is not None, state.start is not None
         left = (
             left_of_start(plan, self.averaged(plan))
@@ -268,10 +267,9 @@ class Lissa(Solver[LissaState]):
         return Chain(iterate, average, 0, torch.Generator().manual_seed(state.seeds[len(state.finished)]))
 
     def _begin_again(self, A: Damped, state: LissaState, diverged: Divergence) -> None:
-        state.begin_again(answer(diverged, A, state.plan, attempt=len(state.events), recover=self.recover))
-        state.events.append(f"{diverged.message} Starting again with {_settings(state.plan)}.")
+        plan = answer(diverged, A, state.plan, attempt=len(state.events), recover=self.recover)
+        # all chains must estimate the same thing with the same settings
+        state.plan, state.chain, state.finished, state.paths = plan, None, [], []
+        settings = f"η = {plan.step_size:.3g}, |B| = {plan.batch_size:,}, T = {plan.num_steps:,}"
+        state.events.append(f"{diverged.message} Starting again with {settings}.")
         warnings.warn(state.events[-1], WhenceWarning, stacklevel=4)
-
-
-def _settings(plan: Plan) -> str:
-    return f"η = {plan.step_size:.3g}, |B| = {plan.batch_size:,}, T = {plan.num_steps:,}"

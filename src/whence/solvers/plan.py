@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whence.errors import OptionError
+from whence.operators import check_damping as check_number
 from whence.spectrum import Spectrum
 from whence.units import format_bytes, format_duration
 
@@ -27,10 +28,8 @@ _PART_OF_LAMBDA_MAX = re.compile(r"(?:lambda_max|λmax) */ *(\d+(?:\.\d+)?(?:e[+
 def auto_damping(spectrum: Spectrum) -> float:
     """``λ = λmax / 200``: where influence agreed best with retraining, in so far as that was measured.
 
-    On digits, the linear datamodeling score over κ = λmax/λ has a flat top from 100 to 400 and falls on both
-    sides: a larger λ makes influence a gradient dot product, a smaller one fits noise in flat directions (and costs
-    more: steps grow as κ). The scale must come from the spectrum: λmax differs by orders of magnitude between
-    models, and with it what a given λ means.
+    On digits, the linear datamodeling score over κ = λmax/λ has a flat top from 100 to 400 and falls on both sides: a
+    larger λ makes influence a gradient dot product, a smaller one fits noise in flat directions, and costs more.
     """
     return spectrum.lambda_max.value / AUTO_CONDITION_NUMBER
 
@@ -112,8 +111,7 @@ class Plan:
             chains: independent runs for the error bars.
             errors: how many standard errors λmax and the trace are raised by.
         """
-        if not 0 < damping < math.inf:
-            raise OptionError(f"damping must be a positive number, got {damping}; λmax/200 is a good start")
+        check_number(damping)
         if not 0 < C < math.inf:
             raise OptionError(f"C must be a positive number, got {C}")
         lambda_max = spectrum.largest(errors)

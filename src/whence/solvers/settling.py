@@ -1,21 +1,15 @@
 """`Settling`: what the error that is left means for the scores, as the steps so far have shown it.
 
-Conjugate gradients bound what is left of the error in the energy norm, ``‖e_j‖_A ≤ b``, and know what each step removed
-of it, ``‖x_k - x_{k-1}‖²_A``. How much of an error the *scores* of examples show is another matter. A passage's score
-averages over its tokens, whose errors cancel where its signal adds up; a model that is sure of its training labels has
-examples whose gradients are not those of the labels that it would draw; a flat direction hardly moves any score. No
-spectrum knows, but the steps do: a product passes by the slopes ``∇ℓ(z)ᵀv`` of all examples z
-(`LinearOperator.matvec_with_slopes`), so how far a step has moved the scores costs nothing to know. With variances over
-examples, of the last few steps,
+A product passes by the slopes ``∇ℓ(z)ᵀv`` of all examples z (`LinearOperator.matvec_with_slopes`), so how far a step
+has moved the scores costs nothing to know. With b the proven bound of ``‖e_j‖_A`` and variances over examples, of the
+last few steps,
 
     visible² = Σ_k Var_z ∇ℓ(z)ᵀ(x_k - x_{k-1}) / Σ_k ‖x_k - x_{k-1}‖²_A
     loose²   = (b²_{j-2} - b²_j) / (‖e_{j-2}‖²_A - ‖e_j‖²_A)
     ε        = visible · b_j / (loose · 1.2 · std_z ∇ℓ(z)ᵀx_j)
 
-is the error to be expected of the scores, relative to their spread: that of a correlation of about ``1 - ε²/2``. b is a
-bound. What the last two steps took off it, and what they took off the error, which is known, tell by how much it is too
-large. And what is left lies in flatter directions than what was removed, which scores show less: 1.2, once there are
-three steps to tell. ``python -m benchmarks.solvers`` shows both sides. Proven is b alone.
+is the error to be expected of the scores, relative to their spread: that of a correlation of about ``1 - ε²/2``. Proven
+is b alone. Why: docs/math.md, "When scores have settled".
 """
 
 from __future__ import annotations
@@ -83,11 +77,7 @@ class Settling:
         self.bounds.append(upper.square().tolist())
 
     def error(self, upper: Tensor) -> Tensor:
-        """ε of every column; infinite before the first step.
-
-        Args:
-            upper: b, at this iterate: what `bounded` was told, or less where that was measured again.
-        """
+        """ε of every column; infinite before the first step. ``upper``: b, as `bounded` was told or measured again."""
         if not self.moved:
             return torch.full_like(upper, math.inf)
         moved, removed = (_last(rows, _STEPS).sum(0) for rows in (self.moved, self.removed))

@@ -1,15 +1,12 @@
 """The spectral density of H, measured once, and what follows from it for every λ.
 
 From a vector v of random signs, k products give a Gauss quadrature of v's spectral measure, and
-``E vᵀf(H)v = Tr f(H)`` for every f at once: effective dimensions, how much rankings depend on λ, the error of
-sampling.
+``E vᵀf(H)v = Tr f(H)`` for every f at once. For ``x/(x + λ)`` Gauss' rule is never too small, and the Gauss-Radau rule,
+with one more node at zero, never too large; for other functions that concern us they err to opposite sides as well.
+Values here are the middle of both, and half their distance is part of the error. See docs/math.md, "Quadratures and
+traces".
 
-**Two rules.** For ``x/(x + λ)`` Gauss' rule is never too small, and the Gauss-Radau rule, with one more node at zero,
-never too large. For other functions that concern us they err to opposite sides as well, by about as much: values here
-are the middle of both, and half their distance is part of the error.
-
-**Subsets.** A density measured on m of the terms is that of the subset. Its largest eigenvalues are too large on
-average, and its effective dimension is too small: for terms of rank one, about that of all terms at ``λ/(1 - d/m)``.
+A density measured on m of the terms is that of the subset: its effective dimension is too small.
 `Density.sampling_error` at m terms says how far it can be trusted; where that is not small, it cannot.
 """
 
@@ -24,13 +21,13 @@ import torch
 from torch import Tensor
 
 from whence.errors import OptionError, SolverError
-from whence.operators import Damped, LinearOperator
+from whence.operators import Damped, LinearOperator, check_damping
 from whence.spectrum.estimate import Estimate
 from whence.spectrum.krylov import counted_once, krylov_spaces
 from whence.spectrum.lanczos import BASIS_BUDGET
 from whence.vectors import ParamVector
 
-__all__ = ["Density", "check_damping", "spectral_density"]
+__all__ = ["Density", "spectral_density"]
 
 
 @dataclass(frozen=True)
@@ -92,21 +89,6 @@ class Density:
         return rules
 
     @property
-    def nodes(self) -> Tensor:
-        """Nodes of all probes and rules together, largest first."""
-        return (
-            torch.cat([nodes.flatten() for nodes, _ in self.rules]).sort(descending=True, stable=True).values
-        )
-
-    @property
-    def weights(self) -> Tensor:
-        """Weights of `nodes`; they add up to the number of parameters."""
-        nodes, weights = (
-            torch.cat([part.flatten() for part in parts]) for parts in zip(*self.rules, strict=True)
-        )
-        return weights[nodes.argsort(descending=True, stable=True)] / (self.probes * len(self.rules))
-
-    @property
     def probes(self) -> int:
         """How many."""
         return len(self.gauss_nodes)
@@ -116,19 +98,11 @@ class Density:
         """Dimension of the space."""
         return round(float(self.gauss_weights[0].sum()))
 
-    @property
-    def lambda_max(self) -> float:
-        """The largest node of Gauss' rule: no more than the largest eigenvalue of the operator that was worked on."""
-        return float(self.gauss_nodes.max())
-
     def trace_of(self, function: Callable[[Tensor], Tensor]) -> Estimate:
-        """``Tr f(H)``; its error is that over probes (infinite for one alone) and half the distance of the two rules.
+        """``Tr f(H)``, of an f that is smooth on the scale of the eigenvalues' distances where they were not found.
 
-        An error from four probes is itself known to 40%: intervals are Student's with three degrees of freedom.
-
-        Args:
-            function: f, of a tensor of eigenvalues; smooth on the scale of their distances where they were not found
-                one by one.
+        The error is that over probes (infinite for one alone) and half the distance of the two rules. From four probes
+        it is itself known to 40%: intervals are Student's with three degrees of freedom.
         """
         return _summarised(self._by_rule(function))
 
@@ -187,40 +161,13 @@ class Density:
         """``√(C·d₂(λ)/terms)``: root mean square error of scores from so many independent terms, relative to theirs.
 
         A correlation with the exact scores is then about ``1/√(1 + C·d₂/N)``. It holds where it is small, and says
-        nothing about the part of an iterate that a start has left. Derived in docs/math.md, "Error of sampling".
-
-        Args:
-            damping: λ.
-            terms: N.
-            C: the constant of condition C.1; the default is the paper's.
+        nothing about the part of an iterate that a start has left. C is the constant of condition C.1, 2 in the paper.
+        Derived in docs/math.md, "Error of sampling".
         """
         if not terms >= 1 or not 0 < C < math.inf:
             raise OptionError(f"terms must be at least 1 and C a positive number, got {terms} and {C}")
         second = self.second_dimension(damping)
         return Estimate(C * second.value / terms, C * second.stderr / terms).sqrt()
-
-    def preconditioned_trace(self, damping: float, rank: int) -> Estimate:
-        """``Tr(P⁻¹H) = Σ_{i≤r} h_i/(h_i + λ) + Σ_{i>r} h_i/λ`` for the ideal low-rank P, which knows the r largest h_i.
-
-        What a preconditioned LiSSA's batch and length follow from (`Plan.preconditioned`), as Tr(H)/λ is without P.
-
-        Args:
-            damping: λ.
-            rank: r.
-        """
-        check_damping(damping)
-        if rank < 0:
-            raise OptionError(f"rank is {rank}; it is a number of eigenvalues, 0 for no preconditioner")
-
-        by_rule = []
-        for nodes, weights in self.rules:
-            nodes, order = nodes.sort(dim=1, descending=True)
-            weights = weights.gather(1, order)
-            known = torch.minimum((rank - (weights.cumsum(1) - weights)).clamp_min(0.0), weights)
-            by_rule.append((known * _kept(nodes, damping) + (weights - known) * nodes / damping).sum(1))
-        return _summarised(torch.stack(by_rule))
-
-    # --- helpers -----------------------------------------------------------------------------------------
 
     def _by_rule(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """``Σ weight·f(node)``, ``[rules, probes]``."""
@@ -284,12 +231,6 @@ def _joined(rules: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _kept(x: Tensor, damping: float) -> Tensor:
     return x / (x + damping)
-
-
-def check_damping(damping: float) -> None:
-    """Refuse a λ that is not a positive number."""
-    if not 0 < damping < math.inf:
-        raise OptionError(f"damping must be a positive number, got {damping}; λmax/200 is a good start")
 
 
 def _summarised(by_rule: Tensor) -> Estimate:

@@ -35,7 +35,6 @@ __all__ = [
     "cholesky",
     "column_dots",
     "finite",
-    "orthonormal_factors",
     "tridiagonal",
 ]
 
@@ -107,16 +106,8 @@ class BlockTridiagonal:
     def energy(self, zeta: Tensor, pivot: Tensor, node: float, side: float = 1.0) -> Tensor | None:
         """``diag(ζᵀ d̃⁻¹ ζ)``: above ``‖e‖²_A`` for a node below the spectrum, below it for one above (side -1).
 
-        Derived in docs/math.md, "Gauss-Radau bounds for a block".
-
-        Args:
-            zeta: the residual in the next block of the basis.
-            pivot: Cholesky factor of d, the last pivot of T.
-            node: below or above every eigenvalue of P⁻¹A.
-            side: 1 or -1.
-
-        Returns:
-            One number per column, or None if T shows that the node is not there.
+        With ζ the residual in the next block of the basis, and the Cholesky factor of T's last pivot; one number per
+        column, or None if T shows that the node is not there. See docs/math.md, "Gauss-Radau bounds for a block".
         """
         shifted = self.pivot(node, side)
         if shifted is None:
@@ -287,7 +278,7 @@ def _orthonormal(
             factor = torch.where(length * beta > floor, length, torch.zeros_like(length))
             weights = torch.where(factor > 0, 1 / factor, factor)
         else:
-            weights, factor = orthonormal_factors(gram, rounding=eps, floor=floor, outer=beta)
+            weights, factor = _orthonormal_factors(gram, rounding=eps, floor=floor, outer=beta)
         beta = _after(factor, beta)
         if not bool(beta.any()):
             V = None
@@ -316,21 +307,13 @@ def _orthonormal(
     return V, None if V is None else Z, beta, left_out, missed
 
 
-def orthonormal_factors(
+def _orthonormal_factors(
     gram: Tensor, *, rounding: float, floor: float, outer: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Orthonormal columns for a block W from its Gram matrix, without what rounding cannot tell from zero.
+    """From ``WᵀP⁻¹W``, the weights that make ``V = W·weights`` orthonormal, and β: ``W = Vβ`` but for what is left out.
 
-    Columns are brought to length one first, so that a short right-hand side counts as much as a long one.
-
-    Args:
-        gram: ``WᵀP⁻¹W`` in float64.
-        rounding: of the vectors' numbers.
-        floor: directions into which ``W·outer`` reaches no further than this are noise.
-        outer: what W will be multiplied by.
-
-    Returns:
-        ``weights, β``: ``V = W·weights`` is orthonormal, and ``W = Vβ`` but for what is left out.
+    Left out are directions that rounding cannot tell from zero, and those into which ``W·outer`` reaches no further
+    than the floor. Columns are brought to length one first: a short right-hand side counts as much as a long one.
     """
     length = gram.diagonal().clamp_min(0.0).sqrt()
     inverse = torch.where(length > 0, 1 / length, torch.zeros_like(length))

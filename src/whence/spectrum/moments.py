@@ -83,9 +83,8 @@ def sampling_constant(
     """``Ĉ = |B| (E Tr H̃² - Tr H²) / Tr(H)²``, what the paper assumes to be about 2.
 
     C.1 is an inequality of matrices, ``E H̃² - H² ≼ (C·Tr(H)/|B|) H``. The trace says that it holds on average over
-    directions. ``C(v) = |B| (E‖H̃v‖² - ‖Hv‖²) / (Tr(H) vᵀHv)`` says whether it holds along v: ask that of the top
-    eigenvector, where a long step hurts most. For independent H̃, Ĥ, ``½‖(H̃ - Ĥ)v‖²`` has the mean
-    ``E‖H̃v‖² - ‖Hv‖²`` and cannot be negative; over normal v, that is ``E Tr H̃² - Tr H²``.
+    directions; ``C(v) = |B| (E‖H̃v‖² - ‖Hv‖²) / (Tr(H) vᵀHv)`` says whether it holds along v: ask that of the top
+    eigenvector, where a long step hurts most. See docs/math.md, "Condition C.1".
 
     Args:
         operator: H, a mean over terms.

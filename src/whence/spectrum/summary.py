@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import OptionError, SolverError, WhenceWarning
-from whence.operators import Damped, LinearOperator
-from whence.spectrum.density import Density, check_damping
+from whence.operators import Damped, LinearOperator, check_damping
+from whence.spectrum.density import Density
 from whence.spectrum.estimate import Estimate
 from whence.spectrum.lambda_max import LanczosResult, lanczos
 from whence.spectrum.moments import (
@@ -82,10 +82,8 @@ class Spectrum:
 
             K = min_j  j + ½·√(1 + λ_i/λ)·ln(2/ε),      i = (j + 1)q + r
 
-        with λ_i the i-th largest eigenvalue. A block of q columns converges as if the q - 1 largest eigenvalues were
-        not there, each of j iterations takes out q more, and a preconditioner r of them. Too many where no eigenvalue
-        is near zero, as of a full-rank regression. Derived and measured in docs/math.md, "Iterations of conjugate
-        gradients".
+        with λ_i the i-th largest eigenvalue. Too many where no eigenvalue is near zero, as of a full-rank regression.
+        Derived and measured in docs/math.md, "Iterations of conjugate gradients".
 
         Args:
             damping: λ.
