@@ -46,7 +46,7 @@ def tangent_only(network: Network, batch: Batch, vector: Mapping[str, Tensor]) -
 def block_tangents(network: Network, batch: Batch, block: ParamVector) -> Tensor:
     """``J u`` for every column, ``[k, *outputs]``, the columns vectorised over one pass."""
     plain = {name: p.detach() for name, p in network.parameters.items()}
-    tangents = {name: block[name].to(plain[name].dtype) for name in plain}
+    tangents = {name: network.scaled(name, block[name]).to(plain[name].dtype) for name in plain}
 
     def one(direction: dict[str, Tensor]) -> Tensor:
         tangent = torch.func.jvp(lambda theta: network.outputs(batch, theta), (plain,), (direction,))[1]
@@ -61,7 +61,7 @@ def block_tangents(network: Network, batch: Batch, block: ParamVector) -> Tensor
 
 def _duals(network: Network, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
-        name: forward_ad.make_dual(parameter.detach(), vector[name].to(parameter.dtype))
+        name: forward_ad.make_dual(parameter.detach(), network.scaled(name, vector[name]).to(parameter.dtype))
         for name, parameter in network.parameters.items()
     }
 

@@ -270,7 +270,7 @@ class FiniteDifferences:
             wide = tensor if self._wide is None else tensor.to(self._wide)
             if name not in vector:
                 return wide
-            moved = wide.add(vector[name], alpha=delta)
+            moved = wide.add(self.network.scaled(name, vector[name]), alpha=delta)
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 moved[module.padding_idx] = wide[module.padding_idx]  # it has no gradient, so no tangent
             return moved

@@ -63,6 +63,8 @@ class GaussNewton(LinearOperator):
             where the model supports forward-mode differentiation, found out by trying. `product` and
             `product_reason` say which it is and why.
         micro_batch: examples per pass; by default as many as keep activations near half a gibibyte.
+        metric: the diagonal of D, where damping is to be λD: vectors are then in the coordinates ``D^(1/2)u``, in which
+            ``H + λ`` stands for ``H + λD``; see `whence.model.network`.
 
     Example:
         >>> model = nn.Linear(2, 3).eval()
@@ -84,6 +86,7 @@ class GaussNewton(LinearOperator):
         params: ParameterFilter | None = None,
         product: Product = "auto",
         micro_batch: int | None = None,
+        metric: ParamVector | None = None,
     ) -> None:
         if product not in ("auto", "exact", "finite-difference"):
             raise OptionError(f"product is {product!r}; it must be 'auto', 'exact' or 'finite-difference'")
@@ -92,7 +95,7 @@ class GaussNewton(LinearOperator):
         if not isinstance(task, Task):
             raise OptionError(f"task must be a Task such as Classification(), got {task!r}")
         check_evaluation_mode(model)
-        self.network = Network(model, task, select_parameters(model, params))
+        self.network = Network(model, task, select_parameters(model, params), metric)
         self.task = task
         self.terms = TermSet(data, task, self.network.device)
         pilot = self.terms.fetch(self.terms.longest(2))

@@ -2,6 +2,10 @@
 
 Leaves are aliases of the parameters (they share storage and cost nothing), so gradients are taken without
 writing to the user's ``.grad``, and parameters that are not selected stay constants.
+
+With a metric D, vectors are in the coordinates ``φ = D^(1/2)θ``: tangents are ``D^(-1/2)`` times what comes in, gradients
+``D^(-1/2)`` times what the backward pass gives. In these coordinates ``H + λ`` is ``H + λD`` of the parameters, so whatever
+is said of scalar damping holds for it. Nothing outside this file and what makes its tangents knows of it.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from whence.errors import OptionError
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
 
@@ -44,11 +49,31 @@ class _TaskModule(nn.Module):
 
 
 class Network:
-    """``h(x; θ)`` for a model, a task and the selected parameters θ."""
+    """``h(x; θ)`` for a model, a task and the selected parameters θ.
 
-    def __init__(self, model: nn.Module, task: Task, parameters: Mapping[str, nn.Parameter]) -> None:
+    Args:
+        model: the model.
+        task: what its outputs mean.
+        parameters: the selected ones, by name.
+        metric: the diagonal of D, positive, a tensor for every parameter; None for the identity.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        parameters: Mapping[str, nn.Parameter],
+        metric: ParamVector | None = None,
+    ) -> None:
         self.model, self.task = model, task
         self.parameters = dict(parameters)
+        self.metric = metric
+        self._scale: ParamVector | None = None
+        if metric is not None:
+            self.zeros().check_same_form(metric, "metric")
+            if not all(bool(((part > 0) & part.isfinite()).all()) for part in metric.values()):
+                raise OptionError("the metric of damping holds numbers that are not positive and finite")
+            self._scale = metric.power(-0.5)
         # Building the wrapper must not flip the model's mode: nn.Module starts in training mode.
         self._module = _TaskModule(model, task)
         self._module.training = False
@@ -74,6 +99,10 @@ class Network:
             },
             columns=columns,
         )
+
+    def scaled(self, name: str, tensor: Tensor) -> Tensor:
+        """``D^(-1/2)`` times a parameter's part of a vector or of a gradient; itself without a metric."""
+        return tensor if self._scale is None else tensor * self._scale[name].to(tensor.dtype)
 
     def leaves(self) -> dict[str, Tensor]:
         """Fresh aliases of the parameters that gradients can be taken with respect to."""
@@ -108,7 +137,7 @@ class Network:
 
         def hand_over(name: str, leaf: Tensor) -> None:
             assert leaf.grad is not None
-            receive(name, leaf.grad)
+            receive(name, self.scaled(name, leaf.grad))
             leaf.grad = None
 
         handles = [
@@ -126,8 +155,8 @@ class Network:
             for handle in handles:
                 handle.remove()
 
-    @staticmethod
     def _pull_back_block(
+        self,
         outputs: Tensor,
         leaves: Mapping[str, Tensor],
         cotangents: Tensor,
@@ -144,4 +173,4 @@ class Network:
         )
         for name, gradient in zip(leaves, gradients, strict=True):
             if gradient is not None:
-                receive(name, gradient)
+                receive(name, self.scaled(name, gradient))
