@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ __all__ = ["Training"]
 #: Mean of the rate over training, in units of its first value.
 _SCHEDULES = {"constant": 1.0, "constant_with_warmup": 1.0, "linear": 0.5, "cosine": 0.5}
 _NUMBERS = ("rate", "steps", "momentum", "weight_decay")
+#: Optimizers by name, and whether each coordinate has a rate of its own.
+_OPTIMIZERS = {"sgd": False, "adam": True, "adamw": True}
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,11 @@ class Training:
         steps: of the optimizer.
         momentum: of SGD; 0 without, and for Adam, whose momentum is an average.
         weight_decay: as the optimizer was told.
-        root_moment: Adam's √v̂ at the end, with its ε; None where every coordinate has the same rate.
+        adaptive: whether each coordinate has a rate of its own, as with Adam.
+        root_moment: Adam's √v̂ at the end, with its ε; where it is adaptive and this is not known, it is measured anew.
 
     Example:
-        >>> Training.read({"rate": 0.1, "steps": 500, "momentum": 0.9}).time
+        >>> Training.read({"optimizer": "sgd", "rate": 0.1, "steps": 500, "momentum": 0.9}).time
         500.0
     """
 
@@ -48,6 +51,7 @@ class Training:
     steps: int
     momentum: float = 0.0
     weight_decay: float = 0.0
+    adaptive: bool = False
     root_moment: ParamVector | None = None
 
     def __post_init__(self) -> None:
@@ -72,8 +76,9 @@ class Training:
         Args:
             source: the optimizer after training, or its ``state_dict()``; a `transformers.TrainingArguments`; a
                 directory that `transformers.Trainer` saved, or its ``trainer_state.json``; numbers, as
-                ``{"rate": 1e-3, "steps": 880}`` with ``momentum``, ``weight_decay`` and ``schedule`` (constant, linear
-                or cosine) where they apply, also as text, ``"rate=1e-3,steps=880"``.
+                ``{"optimizer": "adam", "rate": 1e-3, "steps": 880}`` with ``momentum``, ``weight_decay`` and
+                ``schedule`` (constant, linear or cosine) where they apply, also as text,
+                ``"optimizer=adam,rate=1e-3,steps=880"``.
             model: whose parameters the optimizer's state belongs to.
 
         Raises:
@@ -93,23 +98,25 @@ class Training:
             return cls._of_arguments(source)
         raise OptionError(
             f"training is a {type(source).__name__}; give the optimizer, its state_dict, TrainingArguments, a "
-            "checkpoint of Trainer, or numbers: {'rate': 1e-3, 'steps': 880}"
+            "checkpoint of Trainer, or numbers: {'optimizer': 'adam', 'rate': 1e-3, 'steps': 880}"
         )
 
     @classmethod
     def _of_numbers(cls, numbers: Mapping[str, Any]) -> Training:
         schedule = str(numbers.get("schedule", "constant"))
-        unknown = [name for name in numbers if name not in (*_NUMBERS, "schedule")]
-        if unknown or schedule not in _SCHEDULES or "rate" not in numbers or "steps" not in numbers:
+        optimizer = str(numbers.get("optimizer", "")).lower()
+        unknown = [name for name in numbers if name not in (*_NUMBERS, "schedule", "optimizer")]
+        known = schedule in _SCHEDULES and optimizer in _OPTIMIZERS and not unknown
+        if not known or "rate" not in numbers or "steps" not in numbers:
             raise OptionError(
-                f"training is {dict(numbers)}; give rate and steps, and momentum, weight_decay and schedule "
-                f"({', '.join(_SCHEDULES)}) where they apply"
+                f"training is {dict(numbers)}; give optimizer ({', '.join(_OPTIMIZERS)}), rate and steps, and "
+                f"momentum, weight_decay and schedule ({', '.join(_SCHEDULES)}) where they apply"
             )
         try:
             rate, steps, momentum, decay = (float(numbers.get(name, 0.0)) for name in _NUMBERS)
         except (TypeError, ValueError) as error:
             raise OptionError(f"training is {dict(numbers)}; its values must be numbers ({error})") from None
-        return cls(rate * _SCHEDULES[schedule], int(steps), momentum, decay)
+        return cls(rate * _SCHEDULES[schedule], int(steps), momentum, decay, _OPTIMIZERS[optimizer])
 
     @classmethod
     def _of_text(cls, text: str, model: nn.Module | None) -> Training:
@@ -121,8 +128,8 @@ class Training:
         pairs = [part.partition("=") for part in text.split(",")]
         if not all(sign for _, sign, _ in pairs):
             raise OptionError(
-                f"training is {text!r}, which is no file or directory; write rate=1e-3,steps=880, or name a checkpoint "
-                "of Trainer or its trainer_state.json"
+                f"training is {text!r}, which is no file or directory; write optimizer=adam,rate=1e-3,steps=880, or name a "
+                "checkpoint of Trainer or its trainer_state.json"
             )
         return cls._of_numbers({name.strip(): value.strip() for name, _, value in pairs})
 
@@ -131,13 +138,14 @@ class Training:
         if arguments.max_steps < 1:
             raise OptionError(
                 "these TrainingArguments count epochs, not steps; give the checkpoint's directory or its "
-                "trainer_state.json, or numbers: {'rate': …, 'steps': …}"
+                "trainer_state.json, or numbers: {'optimizer': …, 'rate': …, 'steps': …}"
             )
         schedule = getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type)
         return cls(
             rate=arguments.learning_rate * _SCHEDULES.get(str(schedule), 1.0),
             steps=arguments.max_steps,
             weight_decay=arguments.weight_decay,
+            adaptive=str(getattr(arguments.optim, "value", arguments.optim)).startswith("adam"),
         )
 
     @classmethod
@@ -150,12 +158,15 @@ class Training:
         ]
         if not logged or not state.get("global_step"):
             raise OptionError(
-                "the trainer's state has no learning rate in its log; give numbers instead: {'rate': …, 'steps': …}"
+                "the trainer's state has no learning rate in its log; give numbers instead: "
+                "{'optimizer': …, 'rate': …, 'steps': …}"
             )
         before, total = 0, 0.0
         for step, rate in logged:
             total, before = total + (step - before) * rate, step
-        return cls(rate=total / before, steps=state["global_step"])
+        return cls(
+            rate=total / before, steps=state["global_step"], adaptive=True
+        )  # Trainer's own default is AdamW
 
     @classmethod
     def _of_checkpoint(cls, directory: Path, model: nn.Module | None) -> Training:
@@ -166,7 +177,7 @@ class Training:
             return history
         state = torch.load(path, map_location="cpu", weights_only=True)
         found = cls._of_state_dict(state, model)
-        return cls(history.rate, history.steps, found.momentum, found.weight_decay, found.root_moment)
+        return replace(found, rate=history.rate, steps=history.steps)
 
     @classmethod
     def _of_state_dict(cls, saved: Mapping[str, Any], model: nn.Module | None) -> Training:
@@ -213,13 +224,14 @@ class Training:
         if not steps:
             raise OptionError(
                 "the optimizer does not say how many steps it took (SGD keeps no count); give numbers: "
-                "{'rate': …, 'steps': …, 'momentum': …}"
+                "{'optimizer': 'sgd', 'rate': …, 'steps': …}"
             )
         return cls(
             rate=sum(rates) / len(rates),
             steps=steps,
             momentum=0.0 if moments else float(groups[0].get("momentum", 0.0)),
             weight_decay=max(decays),
+            adaptive=bool(moments),
             root_moment=ParamVector(moments) if moments else None,
         )
 

@@ -137,7 +137,7 @@ class TermSet:
     def batches(self, positions: Tensor, size: int, weights: Tensor | None = None) -> Iterator[Batch]:
         """Micro-batches of at most ``size`` examples; similar lengths together, to pad little."""
         order = self.by_length(positions) if len(positions) > size else torch.arange(len(positions))
-        for chunk in order.split(size):
+        for chunk in order.split(size) if len(order) else ():
             batch = self.fetch(positions[chunk])
             if weights is not None:
                 batch = replace(batch, weights=weights[chunk].to(self.device))

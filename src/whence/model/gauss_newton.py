@@ -9,6 +9,7 @@ micro-batch at a time; memory does not grow with the number of terms. Nothing of
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -149,12 +150,7 @@ class GaussNewton(LinearOperator):
         return self._of_all.matvec(vector)
 
     def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor]:
-        self.check_vector(vector)
-        result, slopes = self.zeros(vector.columns), Slopes(self.terms, vector.columns or 1)
-        positions, weight = torch.arange(len(self.terms)), self.terms.weight(len(self.terms))
-        for batch in self.terms.batches(positions, self.examples_at_once(vector)):
-            self._product(batch, vector, result, weight, slopes=slopes)
-        return result, slopes.values
+        return self._of_all.matvec_with_slopes(vector)
 
     def quadratic_form(self, vector: ParamVector) -> Tensor:
         return self._of_all.quadratic_form(vector)
@@ -173,6 +169,17 @@ class GaussNewton(LinearOperator):
         drawn = self.terms.draw_weighted(batch_size, generator)
         sign = 1 if torch.rand((), generator=generator, device=generator.device) < 0.5 else -1
         return SampledGaussNewton(self, *drawn, sign)
+
+    def over(self, positions: Tensor) -> SampledGaussNewton:
+        """The Hessian over these examples alone; its slopes are still of all."""
+        return SampledGaussNewton(self, positions)
+
+    def in_metric(self, metric: ParamVector | None) -> GaussNewton:
+        """The same operator in the coordinates ``D^(1/2)u``; see `whence.model.network`."""
+        other = copy.copy(self)
+        other.network = Network(self.network.model, self.task, self.network.parameters, metric)
+        other._differences = None
+        return other
 
     def subset(
         self, batch_size: int, generator: torch.Generator, *, distinct: bool = False
@@ -245,6 +252,18 @@ class GaussNewton(LinearOperator):
                 loss, leaves, torch.ones_like(loss), adding_to(block.column(position), 1.0)
             )
         return block
+
+    def training_gradient(self, positions: Tensor) -> ParamVector:
+        """The gradient of the mean loss over the terms of these examples."""
+        result, terms = self.zeros(), 0
+        for batch in self.terms.batches(positions, self.micro_batch):
+            leaves = self.network.leaves()
+            outputs = self.network.outputs(batch, leaves)
+            check_finite(outputs.detach())
+            total = self.task.losses(outputs, batch).sum()
+            self.network.pull_back(total, leaves, torch.ones_like(total), adding_to(result, 1.0))
+            terms += int(self.task.num_terms(batch).sum())
+        return result.scale_(1 / max(terms, 1))
 
     # --- products over a micro-batch ---------------------------------------------------------------------
 

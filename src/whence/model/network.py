@@ -3,9 +3,9 @@
 Leaves are aliases of the parameters (they share storage and cost nothing), so gradients are taken without
 writing to the user's ``.grad``, and parameters that are not selected stay constants.
 
-With a metric D, vectors are in the coordinates ``φ = D^(1/2)θ``: tangents are ``D^(-1/2)`` times what comes in, gradients
-``D^(-1/2)`` times what the backward pass gives. In these coordinates ``H + λ`` is ``H + λD`` of the parameters, so whatever
-is said of scalar damping holds for it. Nothing outside this file and what makes its tangents knows of it.
+With a metric D, vectors are in the coordinates ``φ = D^(1/2)θ``: tangents are ``D^(-1/2)`` times what comes in,
+gradients ``D^(-1/2)`` times what the backward pass gives. In these coordinates ``H + λ`` is ``H + λD`` of the
+parameters, so whatever is said of scalar damping holds for it. Solvers and scores know nothing of it.
 """
 
 from __future__ import annotations

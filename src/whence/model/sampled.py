@@ -10,7 +10,9 @@ from torch import Tensor
 
 from whence.model.exact import tangent_only
 from whence.model.inspection import check_finite
+from whence.model.slopes import Slopes
 from whence.operators import LinearOperator
+from whence.tasks import Batch
 from whence.vectors import ParamVector
 
 if TYPE_CHECKING:
@@ -55,6 +57,21 @@ class SampledGaussNewton(LinearOperator):
         self.add_matvec_(result, vector, 1.0)
         return result
 
+    def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor]:
+        """``H̃ v``, and the slopes of all of the parent's examples: those outside H̃ take a pass without a backward."""
+        parent, positions = self._parent, self._positions
+        parent.check_vector(vector)
+        result, slopes = self.zeros(vector.columns), Slopes(parent.terms, vector.columns or 1)
+        weight = parent.terms.weight(len(positions))
+        for batch in parent.terms.batches(positions, parent.examples_at_once(vector), self._weights):
+            parent._product(batch, vector, result, weight, slopes=slopes)
+        outside = torch.ones(len(parent.terms), dtype=torch.bool)
+        outside[positions] = False
+        for batch in parent.terms.batches(outside.nonzero().flatten(), parent.examples_at_once(vector)):
+            for number, outputs, tangent in tangents_of(parent, batch, vector):
+                slopes.note(outputs, tangent, parent.curved(outputs, tangent, batch), batch, number)
+        return result, slopes.values
+
     def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
         parent, positions = self._parent, self._positions
         parent.check_vector(vector)
@@ -97,18 +114,25 @@ def curvatures(
 
     Yields, micro-batch by micro-batch, the examples' indices and their ``[columns, examples]`` in float64.
     """
-    columns = vector.unstack()
     for batch in parent.terms.batches(positions, parent.micro_batch, weights):
-        base = None if parent.product == "exact" else parent.differences(batch).base(batch, graph=False)
         found = []
-        for column in columns:
-            if base is None:
-                outputs, tangent = tangent_only(parent.network, batch, column)
-            else:
-                outputs = base.outputs
-                tangent = parent.differences(batch).tangent(base, batch, column, sign)
-            check_finite(outputs)
+        for _, outputs, tangent in tangents_of(parent, batch, vector, sign):
             curved = parent.curved(outputs, tangent, batch).mul_(tangent)
             found.append(curved.flatten(1).sum(1, dtype=torch.float64).cpu())
         assert batch.indices is not None  # fetched from the data
         yield batch.indices.cpu(), torch.stack(found)
+
+
+def tangents_of(
+    parent: GaussNewton, batch: Batch, vector: ParamVector, sign: int | None = None
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Of every column: its number, the outputs and their tangent ``J v``, without a graph."""
+    base = None if parent.product == "exact" else parent.differences(batch).base(batch, graph=False)
+    for number, column in enumerate(vector.unstack()):
+        if base is None:
+            outputs, tangent = tangent_only(parent.network, batch, column)
+        else:
+            outputs = base.outputs
+            tangent = parent.differences(batch).tangent(base, batch, column, sign)
+        check_finite(outputs)
+        yield number, outputs, tangent

@@ -19,6 +19,7 @@ from whence.errors import OptionError, VectorError
 from whence.operators import Damped
 from whence.progress import ticker
 from whence.solvers.plan import Plan
+from whence.solvers.shifted import Shifted
 from whence.vectors import ParamVector
 
 __all__ = [
@@ -130,6 +131,7 @@ class Statistics:
         plan: LiSSA's settings in force at the end.
         score_rms: ``‖u‖_H`` per column, where the solver knows it: the root mean square of the scores.
         exhausted: whether more steps cannot make the solution better in this precision.
+        shifted: scores of all examples for every λ, where the solver kept what they need.
     """
 
     solver: str
@@ -145,6 +147,7 @@ class Statistics:
     certificate: Certificate | None = None
     score_rms: Tensor | None = None
     exhausted: bool = False
+    shifted: Shifted | None = None
 
     def joined(self, earlier: Statistics, rounds: int) -> Statistics:
         """Of this round of independent chains together with the ``rounds`` before it."""

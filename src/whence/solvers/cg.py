@@ -63,6 +63,8 @@ class ConjugateGradient(Solver[CGState]):
             and tells how far rounding goes, which a preconditioner hides.
         keep_basis: keep all blocks V, to prove errors where a preconditioner's `smallest` says little (`Spanned`).
             Without a preconditioner nothing is gained, and nothing kept.
+        keep_slopes: keep what the products show of the examples, so that ``stats.shifted`` has scores for every λ; not
+            with a preconditioner or a start, whose spaces are of one λ.
         verify: spend one more product, with x and the next block of the basis: it measures the residual, which shows
             the errors of inexact products, and bounds the error from below.
 
@@ -87,6 +89,7 @@ class ConjugateGradient(Solver[CGState]):
     preconditioner: Preconditioner | None = None
     largest: float | None = None
     keep_basis: bool = False
+    keep_slopes: bool = False
     verify: bool = True
 
     def __post_init__(self) -> None:
@@ -108,6 +111,10 @@ class ConjugateGradient(Solver[CGState]):
     def check(self, A: Damped, rhs: ParamVector, start: ParamVector | None) -> None:
         """Refuse a preconditioner of another system."""
         P = self.preconditioner
+        if self.keep_slopes and (P is not None or start is not None):
+            raise OptionError(
+                "keep_slopes goes with neither a preconditioner nor a start: their spaces are of one λ"
+            )
         if P is not None:
             check_made_for(A, P.damping)
             if not 0 < P.smallest < math.inf:
@@ -158,7 +165,7 @@ class ConjugateGradient(Solver[CGState]):
 
     @property
     def _watches(self) -> bool:
-        return self.score_error is not None
+        return self.score_error is not None or self.keep_slopes
 
     def _met(self, state: CGState) -> Tensor:
         """Which columns are done: their scores have settled, or where these are not known, are proven right."""
@@ -188,6 +195,8 @@ class ConjugateGradient(Solver[CGState]):
         state.direction, state.pivot, state.zeta = S, factor, -T.below[-1] @ step
         state.left_out = state.left_out + torch.sum(step * (left_out @ step), dim=0).clamp_min(0.0).sqrt()
         if slopes is not None:
+            if self.keep_slopes:
+                state.slopes.append(ParamVector({"examples": slopes.float()}, columns=len(slopes)))
             if state.iteration == 0 and state.settling is None:
                 state.settling = Settling.begin(slopes, columns=len(decrease))
             if state.settling is not None:  # else there are too few, or earlier steps were not watched
@@ -211,6 +220,7 @@ class ConjugateGradient(Solver[CGState]):
     def finish(self, A: Damped, rhs: ParamVector, state: CGState) -> Solution:
         """The solution, which shares x with the state, and its certificate; with ``verify`` after one more product."""
         g, single = as_block(rhs), rhs.columns is None
+        shifted = state.shifted(A.damping)  # before a further block is measured
         state = replace(state, events=list(state.events), lanczos=replace(state.lanczos))
         was_met = self._met(state)
         if self.verify:
@@ -251,6 +261,7 @@ class ConjugateGradient(Solver[CGState]):
             ),
             score_rms=columns(state.score_rms),
             exhausted=state.exhausted,
+            shifted=None if state.failed else shifted,
         )
         return Solution(value, (value,), stats)
 

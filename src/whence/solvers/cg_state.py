@@ -11,6 +11,7 @@ from torch import Tensor
 
 from whence.preconditioners import Preconditioner
 from whence.solvers.settling import Settling
+from whence.solvers.shifted import Shifted
 from whence.spectrum.lanczos import BlockLanczos, BlockTridiagonal
 from whence.vectors import ParamVector
 
@@ -111,6 +112,8 @@ class CGState:
         events, operator: see `whence.solvers.base.State`.
         settling: the examples' scores along the way, where the solver watches them.
         spanned: all of the basis, where the solver keeps it to prove errors by.
+        first: β₀, the right-hand sides in the first block.
+        slopes: the examples' slopes along every block of the basis, where the solver keeps them.
     """
 
     iterate: ParamVector
@@ -136,6 +139,8 @@ class CGState:
     operator: Mapping[str, float | None] = field(default_factory=dict)
     settling: Settling | None = None
     spanned: Spanned | None = None
+    first: Tensor = field(default_factory=_empty)
+    slopes: list[ParamVector] = field(default_factory=list, metadata={"appended": True})
 
     @classmethod
     def begin(cls, iterate: ParamVector, lanczos: BlockLanczos, zeta: Tensor, left_out: Tensor) -> CGState:
@@ -153,6 +158,21 @@ class CGState:
             left_out=left_out,
             rounding=zero,
             slack=zero,
+            first=zeta,
+        )
+
+    def shifted(self, damping: float) -> Shifted | None:
+        """Scores for every λ, where all slopes were kept."""
+        diagonal = self.lanczos.T.diagonal
+        if not self.slopes or len(self.slopes) != len(diagonal):
+            return None
+        T = self.lanczos.T.extended()
+        T = T[: T.shape[1]]
+        return Shifted(
+            0.5 * (T + T.T) - damping * torch.eye(len(T), dtype=torch.float64),
+            self.first,
+            torch.cat([rows["examples"] for rows in self.slopes]),
+            len(diagonal[-1]),
         )
 
     @property

@@ -1,0 +1,119 @@
+"""`Stability`: how far scores depend on which half of the data H was measured on.
+
+H is a mean over the training data, so scores would come out differently had other examples been drawn. Two halves A and
+B of the data, each with an H of its own, show by how much: for a few right-hand sides g, ``(H_A + λ)u = g`` and
+``(H_B + λ)u = g`` are solved for every λ at once (`whence.solvers.shifted`), and the scores of all examples compared.
+
+    agreement(λ) = mean over g of the correlation of scores by A with scores by B
+    spread_z(λ)  = √ mean over g of ((s_A(z) - s_B(z)) / 2 std_z s)²
+
+A score s(query, z) of a typical query then has the standard error ``spread_z · std_z s(query, ·)`` from H, as measured
+on half of the data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whence.model.gauss_newton import GaussNewton
+from whence.operators import Damped
+from whence.solvers.cg import ConjugateGradient
+from whence.solvers.shifted import Shifted
+from whence.vectors import ParamVector
+
+__all__ = ["COLUMNS", "Stability", "measure_stability"]
+
+#: Right-hand sides that stability is measured with.
+COLUMNS = 4
+#: The scores' error that solving for a half may leave.
+_SCORE_ERROR = 0.15
+_TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True)
+class Stability:
+    """What two halves of the data say of scores, for a grid of λ.
+
+    Attributes:
+        dampings: λ, rising, ``[L]``.
+        agreement: of scores by one half with those by the other, ``[L]``.
+        spread: of every example's score, relative to the scores of its query, ``[L, n]``.
+    """
+
+    dampings: Tensor
+    agreement: Tensor
+    spread: Tensor
+
+    def damping_for(self, agreement: float) -> float:
+        """The smallest λ from which on the halves agree by this much, between the grid's points; its end at most."""
+        reached = (self.agreement >= agreement).flip(0).cumprod(0).flip(0).nonzero().flatten()
+        if len(reached) == 0:
+            return float(self.dampings[-1])
+        first = int(reached[0])
+        if first == 0:
+            return float(self.dampings[0])
+        low, high = self.agreement[first - 1], self.agreement[first]
+        share = float((agreement - low) / (high - low))
+        below, above = self.dampings[first - 1].log(), self.dampings[first].log()
+        return float((below + share * (above - below)).exp())
+
+    def at(self, damping: float) -> tuple[float, Tensor]:
+        """Agreement and spread at the grid's nearest λ."""
+        nearest = int((self.dampings.log() - torch.tensor(damping).log()).abs().argmin())
+        return float(self.agreement[nearest]), self.spread[nearest]
+
+
+def measure_stability(
+    gnh: GaussNewton, gradients: ParamVector, dampings: Tensor, *, generator: torch.Generator
+) -> Stability:
+    """Solve for a few mixtures of the queries' gradients on two halves of the data.
+
+    Args:
+        gnh: H over all of the data.
+        gradients: of the queries, a block.
+        dampings: λ, rising; solved at the smallest, which serves them all.
+        generator: draws the halves and the mixtures.
+    """
+    n = len(gnh.terms)
+    rhs = _mixtures(gnh, gradients, generator)
+    order = torch.randperm(n, generator=generator, device=generator.device).cpu()
+    halves = [_solved(gnh, half, rhs, float(dampings[0])) for half in (order[: n // 2], order[n // 2 :])]
+    agreement, spread = [], []
+    for damping in dampings.tolist():
+        one, other = (shifted.scores(damping) for shifted in halves)
+        size = (0.5 * (one + other)).std(1, keepdim=True).clamp_min(_TINY)
+        spread.append(((one - other) / (2 * size)).square().mean(0).sqrt())
+        agreement.append(float(_correlations(one, other).mean()))
+    return Stability(dampings, torch.tensor(agreement, dtype=torch.float64), torch.stack(spread).float())
+
+
+def _solved(gnh: GaussNewton, half: Tensor, rhs: ParamVector, damping: float) -> Shifted:
+    solver = ConjugateGradient(score_error=_SCORE_ERROR, keep_slopes=True, verify=False)
+    solution = solver.solve(Damped(gnh.over(half), damping), rhs, generator=torch.Generator())
+    assert solution.stats.shifted is not None
+    return solution.stats.shifted
+
+
+def _mixtures(gnh: GaussNewton, gradients: ParamVector, generator: torch.Generator) -> ParamVector:
+    """Random sums of the queries' gradients, each of length one; few queries stand for themselves, beside examples."""
+    columns = gradients.columns or 1
+    if columns < COLUMNS:
+        drawn = torch.randperm(len(gnh.terms), generator=generator)[: COLUMNS - columns].tolist()
+        more = gnh.gradients([gnh.terms.data[int(gnh.terms.indices[i])] for i in drawn])
+        block = ParamVector.stack([*gradients.unstack(), *more.unstack()])
+    else:
+        block = gradients
+    lengths = block.norm().cpu()
+    unit = torch.diag(torch.where(lengths > 0, 1 / lengths, torch.zeros_like(lengths)))
+    if columns < COLUMNS:
+        return block.mix(unit)
+    signs = torch.randint(0, 2, (columns, COLUMNS), generator=generator).double() * 2 - 1
+    return block.mix(unit @ signs)
+
+
+def _correlations(left: Tensor, right: Tensor) -> Tensor:
+    left, right = (side - side.mean(1, keepdim=True) for side in (left, right))
+    return (left * right).sum(1) / (left.norm(dim=1) * right.norm(dim=1)).clamp_min(_TINY)
