@@ -88,7 +88,8 @@ class RunOptions(MeasureOptions):
 
     damping: float | str = option(
         "auto",
-        "λ, or 'auto': λmax/200 from the measured spectrum; any other part of λmax is written 'lambda_max/50'.",
+        "λ, or 'auto': found from the training where that is given, else from model and data (docs/solvers.md); "
+        "a part of λmax is written 'lambda_max/200'.",
         common=True,
     )
     part_size: int | None = option(
@@ -165,6 +166,10 @@ class Options(RunOptions):
     method: str = option("auto", "How examples are scored: auto, directional or gradients.")
     baseline: bool = option(True, "Also compute plain gradient dot products, to compare with.", common=True)
     shown: int = option(20, "Examples at each end of a ranking that are kept for the page.", common=True)
+    stability: bool = option(
+        False,
+        "Measure how far scores depend on which half of the data the curvature is measured on, also where λ is given.",
+    )
     title: str = option("Which training examples are behind this?", "Of the page.", common=True)
     checkpoint_seconds: float = option(30.0, "How often the solver's state is written to disk.", saved=False)
 

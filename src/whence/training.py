@@ -69,6 +69,12 @@ class Training:
         """τ: the sum of all rates, with momentum's speed-up."""
         return self.rate * self.steps / (1 - self.momentum)
 
+    @property
+    def identity(self) -> str:
+        """What a run is recognised by."""
+        moment = 0.0 if self.root_moment is None else float(self.root_moment.norm())
+        return f"{self.rate:.9g} {self.steps} {self.momentum:g} {self.weight_decay:g} {self.adaptive} {moment:.9g}"
+
     @classmethod
     def read(cls, source: Any, model: nn.Module | None = None) -> Training:
         """From whatever is at hand.
@@ -128,8 +134,8 @@ class Training:
         pairs = [part.partition("=") for part in text.split(",")]
         if not all(sign for _, sign, _ in pairs):
             raise OptionError(
-                f"training is {text!r}, which is no file or directory; write optimizer=adam,rate=1e-3,steps=880, or name a "
-                "checkpoint of Trainer or its trainer_state.json"
+                f"training is {text!r}, which is no file or directory; write optimizer=adam,rate=1e-3,steps=880, "
+                "or name a checkpoint of Trainer or its trainer_state.json"
             )
         return cls._of_numbers({name.strip(): value.strip() for name, _, value in pairs})
 

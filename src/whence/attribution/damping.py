@@ -3,9 +3,10 @@
 *With the training's recipe*, ``λ = 4/τ`` with τ the sum of all learning rates (`whence.training`), in the optimizer's
 own metric: D = √v̂ for Adam, the identity for SGD.
 
-*Without*, as if Adam had trained the model for a time of one half: ``λ = 8`` in the metric of √v, the second moment of
-gradients measured at the parameters as they are; and more than that where scores would depend too much on which half of
-the data H is measured on: λ is raised until the scores by two halves agree to 0.8 (`whence.attribution.stability`).
+*Without*, as if Adam had trained the model for a time of two thirds: ``λ = 6`` in the metric of √v, the second moment
+of gradients measured at the parameters as they are; and more than that where scores would depend too much on which half
+of the data H is measured on: λ is raised until the scores by two halves agree to 0.85
+(`whence.attribution.stability`).
 
 The three numbers are from ``python -m benchmarks.damping``: twelve works, each left out in turn.
 """
@@ -13,26 +14,41 @@ The three numbers are from ``python -m benchmarks.damping``: twelve works, each 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from whence.attribution.job import Job
+from whence.attribution.result import Attribution
 from whence.attribution.stability import Stability, measure_stability
-from whence.errors import OptionError
+from whence.errors import OptionError, RunDirectoryError
+from whence.model.gauss_newton import GaussNewton
 from whence.model.second_moment import floored, root_second_moment
-from whence.runs import Run
+from whence.options import Options, RunOptions
+from whence.runs import Run, holds, read
 from whence.solvers.plan import resolve_damping
 from whence.spectrum import Spectrum
+from whence.training import Training
 from whence.vectors import ParamVector
 
-__all__ = ["AGREEMENT", "GUESS", "RECIPE", "Weighed", "in_metric", "weigh"]
+__all__ = [
+    "AGREEMENT",
+    "GUESS",
+    "RECIPE",
+    "Weighed",
+    "first_damping",
+    "in_metric",
+    "metric_again",
+    "metric_of",
+    "weigh",
+]
 
 #: λ times the training's time.
 RECIPE = 4.0
 #: λ where the training is not known, in the metric of √v.
-GUESS = 8.0
+GUESS = 6.0
 #: What scores by two halves of the data must agree to.
-AGREEMENT = 0.8
+AGREEMENT = 0.85
 #: λ that stability is measured for: so many, each this many times the one before.
 _GRID, _STEP = 12, 2.0
 
@@ -45,22 +61,46 @@ class Metric:
 
 
 def in_metric(run: Run, job: Job) -> Job:
-    """The job in the coordinates in which its damping is a number."""
+    """The job in the coordinates in which its damping is a number; as it is for a solver that brings its own λ."""
+    if job.own_plan is not None:
+        return job
 
     def compute() -> Metric:
-        training, random = job.training, job.options.generator(5)
-        if training is not None and training.root_moment is not None:
-            return Metric(floored(_selected(training.root_moment, job)))
-        adaptive = job.options.damping == "auto" if training is None else training.adaptive
-        return Metric(root_second_moment(job.gnh, generator=random) if adaptive else None)
+        return Metric(metric_of(job.gnh, job.training, job.options))
 
     metric = run.keep("metric", Metric, compute, operator=job.gnh, device=job.device).diagonal
     return job if metric is None else replace(job, gnh=job.gnh.in_metric(metric))
 
 
-def _selected(moment: ParamVector, job: Job) -> ParamVector:
+def metric_of(gnh: GaussNewton, training: Training | None, options: RunOptions) -> ParamVector | None:
+    """The diagonal of D; None for the identity: where λ is given without a training, and for SGD."""
+    if training is not None and training.root_moment is not None:
+        return floored(_selected(training.root_moment, gnh))
+    adaptive = options.damping == "auto" if training is None else training.adaptive
+    return root_second_moment(gnh, generator=options.generator(5)) if adaptive else None
+
+
+def metric_again(gnh: GaussNewton, result: Attribution, directory: str | Path | None) -> ParamVector | None:
+    """The metric that a finished attribution was made in: from its directory, or measured as it was then.
+
+    Raises:
+        RunDirectoryError: it came from an optimizer, and there is no directory that keeps it.
+    """
+    if not result.solve.in_metric:
+        return None
+    if directory is not None and holds(directory, "metric"):
+        return read(directory, "metric", Metric, device=gnh.network.device).diagonal
+    if result.settings.get("training"):
+        raise RunDirectoryError(
+            "the metric of this attribution's damping came from an optimizer and is kept in the run's directory alone; "
+            "give that directory"
+        )
+    return metric_of(gnh, None, Options(damping="auto", seed=int(result.settings["seed"])))
+
+
+def _selected(moment: ParamVector, gnh: GaussNewton) -> ParamVector:
     """The part of an optimizer's state that belongs to the parameters asked about."""
-    zeros = job.gnh.zeros()
+    zeros = gnh.zeros()
     missing = [name for name in zeros if name not in moment]
     if missing:
         raise OptionError(
@@ -87,23 +127,17 @@ class Weighed:
 
 def weigh(run: Run, job: Job, gradients: ParamVector, spectrum: Spectrum) -> Weighed:
     """λ, as given, from the recipe or by the rule at the top of this file; and how stable scores are with it."""
+    if job.own_plan is not None:
+        return Weighed(job.own_plan.damping, "λ is that of the solver's plan.", None)
 
     def compute() -> Weighed:
-        damping, training = job.options.damping, job.training
-        if damping != "auto":
-            least = resolve_damping(damping, spectrum)
-            words = "λ was given."
-        elif training is not None:
-            least = RECIPE / training.time
-            words = f"λ = {RECIPE:g}/τ from the training: τ = {training.time:.3g} is the sum of its learning rates."
-        else:
-            least = GUESS
-            words = f"λ = {GUESS:g} in the metric of the gradients' second moment, as if Adam had trained the model."
-        if not job.options.stability:
+        least, words = first_damping(job.options.damping, job.training, spectrum)
+        searched = job.options.damping == "auto" and job.training is None
+        if not (searched or job.options.stability):
             return Weighed(least, words, None)
         grid = least * torch.logspace(0, _GRID - 1, _GRID, base=_STEP, dtype=torch.float64)
         stability = measure_stability(job.gnh, gradients, grid, generator=job.options.generator(6))
-        found = stability.damping_for(AGREEMENT) if damping == "auto" and training is None else least
+        found = stability.damping_for(AGREEMENT) if searched else least
         if found > least:
             words += (
                 f" There, scores by two halves of the data agree to {float(stability.agreement[0]):.2f} only, so it "
@@ -112,3 +146,19 @@ def weigh(run: Run, job: Job, gradients: ParamVector, spectrum: Spectrum) -> Wei
         return Weighed(found, words, stability)
 
     return run.keep("damping", Weighed, compute, operator=job.gnh)
+
+
+def first_damping(damping: float | str, training: Training | None, spectrum: Spectrum) -> tuple[float, str]:
+    """λ as given, from the recipe, or as it is before halves of the data were asked; and how it was found."""
+    if damping != "auto":
+        return resolve_damping(damping, spectrum), "λ was given."
+    if training is not None:
+        time = training.time
+        return (
+            RECIPE / time,
+            f"λ = {RECIPE:g}/τ from the training, τ = {time:.3g} the sum of its learning rates.",
+        )
+    return (
+        GUESS,
+        f"λ = {GUESS:g} in the metric of the gradients' second moment, as if Adam had trained the model.",
+    )

@@ -16,9 +16,11 @@ from whence.model.gauss_newton import GaussNewton
 from whence.options import Options
 from whence.runs.fingerprint import of_data, of_model, of_value
 from whence.solvers import Solver
+from whence.solvers.plan import Plan
 from whence.sources.candidates import Shortlist
 from whence.sources.models import context_length
 from whence.tasks import LanguageModeling
+from whence.training import Training
 
 __all__ = ["Candidates", "Job", "check_own_solver", "operator_identity", "query_terms", "scored_positions"]
 
@@ -39,6 +41,7 @@ class Job:
         own_solver: the user's, in place of a chosen one.
         show_query, show_example: what to show of a query or a training example.
         class_names: labels in words.
+        training: how the model was trained, where that is known.
     """
 
     gnh: GaussNewton
@@ -50,6 +53,12 @@ class Job:
     show_query: Callable[[int], Exhibit]
     show_example: Callable[[int], Exhibit]
     class_names: Sequence[str] | None
+    training: Training | None = None
+
+    @property
+    def own_plan(self) -> Plan | None:
+        """What a solver of the user's was made for, where it needs a plan."""
+        return None if self.own_solver is None else self.own_solver.made_for()
 
     def identity(self) -> dict[str, str]:
         """What the run is about, for recognising its directory."""
@@ -58,6 +67,7 @@ class Job:
             "queries": f"{len(self.queries)} {of_data(self.queries.data)}",
             "candidates": f"{len(self.positions)} {of_value(self.positions)}" if self.not_scored else "all",
             "own solver": "" if self.own_solver is None else repr(self.own_solver),
+            "training": "" if self.training is None else self.training.identity,
         }
 
     @property

@@ -1,6 +1,6 @@
 """`attribute`: from a question to the training examples behind the answer.
 
-    queries → spectrum → plan → solve → score → result
+    queries → spectrum → damping → plan → solve → score → result
 
 Each step is a function from what is known to one named artifact, which the run directory keeps or gives back. A step
 depends on nothing but what the steps before it left there: random numbers start from the seed in each, and finite
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from whence.attribution.damping import Weighed, in_metric, weigh
 from whence.attribution.exhibits import Describe, class_name, describer
 from whence.attribution.job import Candidates, Job, check_own_solver, query_terms, scored_positions
 from whence.attribution.planning import Planned, make_plan, measure
@@ -36,6 +37,7 @@ from whence.scoring import Scorer
 from whence.solvers import Solver, Statistics
 from whence.tasks import LanguageModeling, Task
 from whence.tasks.categorical import CategoricalTask
+from whence.training import Training
 from whence.vectors import ParamVector
 
 __all__ = ["attribute"]
@@ -53,6 +55,7 @@ def attribute(
     describe: Describe | None = None,
     tokenizer: Any = None,
     class_names: Sequence[str] | None = None,
+    training: Any = None,
     run_dir: str | Path | None = None,
     on_run: Callable[[Run], None] | None = None,
     options: Options | None = None,
@@ -74,6 +77,8 @@ def attribute(
             ``exhibit(index)`` where there is one, else a guess from tokens, pictures and labels.
         tokenizer: turns tokens into words on the page.
         class_names: labels in words on the page.
+        training: how the model was trained, which tells how much damping is right: the optimizer after training, its
+            ``state_dict()``, a checkpoint of `transformers.Trainer`, or numbers; see `whence.training.Training.read`.
         run_dir: a directory that makes the run resumable: the same call goes on where it was interrupted, and
             ends in the same numbers.
         on_run: called with the run once its directory is open, to keep something there.
@@ -116,6 +121,7 @@ def attribute(
         show_query=describer(queries, None, tokenizer, class_names),
         show_example=describer(train, describe, tokenizer, class_names),
         class_names=class_names,
+        training=None if training is None else Training.read(training, model),
     )
     with Run(run_dir, chosen.saved(), identity=job.identity()) as run:
         if on_run is not None:
@@ -124,10 +130,12 @@ def attribute(
             return load(run.path)
         clock = Stopwatch()
         with clock.phase("queries"):
+            job = in_metric(run, job)
             asked = ask(run, job)
         with clock.phase("spectrum"):
-            measured = measure(run, job)
-            plan = make_plan(run, job, measured)
+            spectrum = measure(run, job)
+            weighed = weigh(run, job, asked.gradients, spectrum)
+            plan = make_plan(run, job, spectrum, weighed.damping)
         number = 0
         solved: Solved | None = None
         scores: Scores | None = None
@@ -142,7 +150,7 @@ def attribute(
         for earlier in range(1, number + 1):  # the ways there are not needed any more
             run.journal(f"solve-{earlier}", plan.solver.state_type).clear()
         with clock.phase("page"):
-            return conclude(run, job, plan, asked, solved, scores, said, clock)
+            return conclude(run, job, weighed, plan, asked, solved, scores, said, clock)
 
 
 # --- queries -------------------------------------------------------------------------------------------------
@@ -155,6 +163,11 @@ class Asked:
     gradients: ParamVector
     losses: Tensor
     exhibits: tuple[Exhibit, ...]
+
+    def plain(self, job: Job) -> ParamVector:
+        """The direction whose slope is the plain dot product of gradients, whatever the coordinates: ``D ∇``."""
+        metric = job.gnh.network.metric
+        return self.gradients if metric is None else self.gradients.clone().mul_(metric)
 
 
 def ask(run: Run, job: Job) -> Asked:
@@ -246,7 +259,7 @@ def score(
     fresh = solved.chains[kept:]
     scorer = Scorer(
         job.gnh,
-        directions(fresh, asked.gradients if job.options.baseline and before is None else None),
+        directions(fresh, asked.plain(job) if job.options.baseline and before is None else None),
         method=job.options.method,  # type: ignore[arg-type]  # checked
         norms=solved.stats.certificate is not None and before is None,
     )
@@ -291,6 +304,7 @@ def enough(job: Job, planned: Planned, rounds: int, solved: Solved, scores: Scor
 def conclude(
     run: Run,
     job: Job,
+    weighed: Weighed,
     planned: Planned,
     asked: Asked,
     solved: Solved,
@@ -318,8 +332,14 @@ def conclude(
         dot_products=scores.dots,
         query_losses=asked.losses,
         query_products=torch.stack([chain.gram(asked.gradients).T for chain in solved.chains]).cpu(),
-        query_dots=asked.gradients.gram(asked.gradients).cpu(),
-        solve=Solve(**known, choice=planned.choice, by_curvature=bool(planned.drawn)),
+        query_dots=asked.gradients.gram(asked.plain(job)).cpu(),
+        solve=Solve(
+            **known,
+            choice=planned.choice,
+            by_curvature=bool(planned.drawn),
+            damping_words=weighed.words,
+            in_metric=gnh.network.metric is not None,
+        ),
         queries=asked.exhibits,
         exhibits=exhibits,
         token_scores=tokens,
@@ -330,5 +350,6 @@ def conclude(
         versions=environment(),
         seconds=clock.seconds,
         norms=scores.norms,
+        stability=weighed.stability,
     )
     return run.keep("result", Attribution, lambda: result)

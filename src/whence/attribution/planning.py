@@ -7,9 +7,10 @@ from typing import Any
 
 from whence.attribution.cost import count_passes
 from whence.attribution.job import Job
+from whence.model.gauss_newton import GaussNewton
 from whence.model.importance import Importance, measure_importance
 from whence.model.memory import half_of_memory
-from whence.preconditioners import LowRank, nystrom
+from whence.options import Options
 from whence.runs import Run
 from whence.solvers import Solver
 from whence.solvers.auto import Alternative, Choice, choose, make_solver
@@ -17,46 +18,22 @@ from whence.solvers.plan import Plan
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.tasks import Task
 
-__all__ = ["Measured", "Planned", "make_plan", "measure"]
+__all__ = ["Planned", "choice_for", "make_plan", "measure"]
 
 #: A constant C above this means that few examples carry the Hessian.
 _NOISY = 6.0
 #: What measuring a spectrum costs, in products as large as Lanczos'.
 _SPECTRUM_PRODUCTS = 24
+#: What products show of the examples is kept for other λ while it is fewer numbers than this, for so many products.
+_SLOPES, _SLOPES_STEPS = 2**26, 16
 
 
 # --- spectrum ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What is known of the curvature.
-
-    Attributes:
-        spectrum: with batches drawn as they will be.
-        importance: what they are drawn by; None: all examples alike.
-    """
-
-    spectrum: Spectrum
-    importance: Importance | None = None
-
-
-def measure(run: Run, job: Job) -> Measured:
-    """The spectrum; from here on batches are drawn by curvature, where that was asked for or pays."""
-    own, sampling = job.own_solver, job.options.sampling
-    importance = _draw_by_curvature(run, job) if sampling == "curvature" else None
-    if own is not None and (plan := own.made_for()) is not None:
-        return Measured(plan.spectrum, importance)
-    spectrum = _spectrum(run, job, "spectrum")
-    if sampling == "auto" and own is None and job.options.solver != "cg":
-        # written down, since it depends on the machine's memory
-        drawing = run.keep(
-            "drawing", dict[str, bool], lambda: {"by_curvature": _curvature_pays(job, spectrum)}
-        )
-        if drawing["by_curvature"]:
-            importance = _draw_by_curvature(run, job)
-            return Measured(_spectrum(run, job, "spectrum-by-curvature"), importance)
-    return Measured(spectrum, importance)
+def measure(run: Run, job: Job) -> Spectrum:
+    """The spectrum, with batches drawn uniformly; that of a solver's own plan where it brings one."""
+    return _spectrum(run, job, "spectrum") if job.own_plan is None else job.own_plan.spectrum
 
 
 def _spectrum(run: Run, job: Job, name: str) -> Spectrum:
@@ -73,14 +50,34 @@ def _draw_by_curvature(run: Run, job: Job) -> Importance:
     return importance
 
 
-def _curvature_pays(job: Job, spectrum: Spectrum) -> bool:
+def _drawing(run: Run, job: Job, spectrum: Spectrum, damping: float) -> tuple[Spectrum, Importance | None]:
+    """From here on batches are drawn by curvature, where that was asked for or pays; the spectrum is then another."""
+    sampling = job.options.sampling
+    if sampling == "curvature":
+        importance = _draw_by_curvature(run, job)
+        if job.own_plan is not None:
+            return spectrum, importance
+    elif sampling == "auto" and job.own_solver is None and job.options.solver != "cg":
+        # written down, since it depends on the machine's memory
+        found = run.keep(
+            "drawing", dict[str, bool], lambda: {"by_curvature": _curvature_pays(job, spectrum, damping)}
+        )
+        if not found["by_curvature"]:
+            return spectrum, None
+        importance = _draw_by_curvature(run, job)
+    else:
+        return spectrum, None
+    return _spectrum(run, job, "spectrum-by-curvature"), importance
+
+
+def _curvature_pays(job: Job, spectrum: Spectrum, damping: float) -> bool:
     """Whether drawing by curvature should save more than finding it out costs.
 
     The constant C of the batches' noise is about 2 when examples contribute alike; where it is surely far above, few of
     them carry the Hessian. LiSSA's cost is proportional to C, so ``2/C`` of it is what could be left; and before that a
     forward pass over the data (a fifth of a product), and the spectrum once more.
     """
-    gnh, choice = job.gnh, _choice(job, spectrum)
+    gnh, choice = job.gnh, _choice(job, spectrum, damping)
     measured = (spectrum.sampling_constant, spectrum.top_sampling_constant)
     constants = [estimate for estimate in measured if estimate is not None]
     surely = max((estimate.value - estimate.stderr for estimate in constants), default=0.0)
@@ -120,30 +117,31 @@ class Chosen:
     plan: Plan
 
 
-def make_plan(run: Run, job: Job, measured: Measured) -> Planned:
+def make_plan(run: Run, job: Job, spectrum: Spectrum, damping: float) -> Planned:
     """The solver: the user's own, or the one that the rule of `whence.solvers.auto` takes."""
     own = job.own_solver
-    if own is not None and (plan := own.made_for()) is not None:
-        return Planned(own, plan, "", _drawn(measured.importance, own))
-    chosen = run.keep("plan", Chosen, lambda: _choose(job, measured.spectrum))
+    spectrum, importance = _drawing(run, job, spectrum, damping)
+    if own is not None and job.own_plan is not None:
+        return Planned(own, job.own_plan, "", _drawn(importance, own))
+    chosen = run.keep("plan", Chosen, lambda: _choose(job, spectrum, damping))
     if own is not None:
-        return Planned(own, chosen.plan, "", _drawn(measured.importance, own))
+        return Planned(own, chosen.plan, "", _drawn(importance, own))
     solver = make_solver(
         chosen.alternative,
         chosen.plan,
         accuracy=float(job.options.accuracy),
-        preconditioner=_preconditioner(run, job, chosen),
         # Inexact products must be told from converged ones; exact ones need no further product.
         verify=job.gnh.product != "exact",
+        keep_slopes=_SLOPES_STEPS * len(job.queries) * len(job.gnh.terms) <= _SLOPES,
     )
-    return Planned(solver, chosen.plan, chosen.words, _drawn(measured.importance, solver))
+    return Planned(solver, chosen.plan, chosen.words, _drawn(importance, solver))
 
 
-def _choose(job: Job, spectrum: Spectrum) -> Chosen:
-    options, choice = job.options, _choice(job, spectrum)
+def _choose(job: Job, spectrum: Spectrum, damping: float) -> Chosen:
+    options, choice = job.options, _choice(job, spectrum, damping)
     plan = Plan.tuned(
         spectrum,
-        options.damping,
+        damping,
         num_terms=job.gnh.num_terms,
         chains=options.chains,
         refine=choice.of("lissa").refine if options.refine is None else options.refine,
@@ -151,32 +149,24 @@ def _choose(job: Job, spectrum: Spectrum) -> Chosen:
     return Chosen(choice.best, choice.words() if options.solver == "auto" else "", plan)
 
 
-def _choice(job: Job, spectrum: Spectrum) -> Choice:
-    gnh, queries = job.gnh, len(job.queries)
+def _choice(job: Job, spectrum: Spectrum, damping: float) -> Choice:
+    return choice_for(job.gnh, spectrum, damping, len(job.queries), job.options)
+
+
+def choice_for(
+    gnh: GaussNewton, spectrum: Spectrum, damping: float, queries: int, options: Options
+) -> Choice:
+    """What `whence.solvers.auto` says to so many queries, on this machine."""
     return choose(
         spectrum,
-        job.options.damping,
+        damping,
         num_terms=gnh.num_terms,
         queries=queries,
-        accuracy=float(job.options.accuracy),
-        chains=job.options.chains,
+        accuracy=float(options.accuracy),
+        chains=options.chains,
         passes=count_passes(gnh, queries),
         memory_bytes=half_of_memory(gnh.network.device),
-    ).asked(job.options.solver)
-
-
-def _preconditioner(run: Run, job: Job, chosen: Chosen) -> LowRank | None:
-    """Where one was chosen: made once, and kept with the run."""
-    wanted = chosen.alternative
-    if not wanted.rank:
-        return None
-
-    def compute() -> LowRank:
-        random, damping = job.options.generator(4), chosen.plan.damping
-        made = nystrom(job.gnh, damping, rank=wanted.rank, terms=wanted.rank_terms, generator=random)
-        return made.shrunk()  # or errors could hardly be proven: it was made from a part of the terms
-
-    return run.keep("preconditioner", LowRank, compute, operator=job.gnh, device=job.device)
+    ).asked(options.solver)
 
 
 def _drawn(importance: Importance | None, solver: Solver[Any]) -> tuple[str, ...]:

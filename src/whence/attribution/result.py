@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.attribution.over_damping import OverDamping
 from whence.attribution.page import render, write_page
 from whence.attribution.ranking import Ranking, Row, rank_examples
 from whence.attribution.scored import Scored
+from whence.attribution.stability import Stability
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.libraries import load_library
@@ -36,11 +38,15 @@ class Solve(Statistics):
             solvers.
         choice: why this solver, in words, where it was chosen.
         by_curvature: whether batches were drawn by curvature (`whence.model.importance`), not uniformly.
+        damping_words: how λ was found.
+        in_metric: whether λ multiplies a metric (`whence.attribution.damping`), not the identity.
     """
 
     plan: Plan
     choice: str = ""
     by_curvature: bool = False
+    damping_words: str = ""
+    in_metric: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Attribution:
         seconds: phase -> duration.
         validation: what `whence.validate` found, for the page; None where it was not run.
         norms: length of every scored example's gradient, where the errors need it.
+        stability: how far scores depend on which half of the data H is measured on; None where it was not measured.
     """
 
     chain_scores: Tensor
@@ -95,6 +102,7 @@ class Attribution:
     seconds: Mapping[str, float] = field(default_factory=dict)
     validation: Validation | None = field(default=None, metadata={"saved": False})
     norms: Tensor | None = None
+    stability: Stability | None = None
 
     def __repr__(self) -> str:
         queries, scored = self.chain_scores.shape[1:]
@@ -130,6 +138,38 @@ class Attribution:
         """Ends of the confidence intervals, ``[queries, train]`` each."""
         width = self._spread(self.scored.half_width(confidence))
         return self.scores - width, self.scores + width
+
+    @property
+    def data_stderr(self) -> Tensor | None:
+        """What H's own uncertainty is worth, ``[queries, train]``; None where `stability` was not measured.
+
+        The standard deviation of a score when H is measured on a half of the data instead of all of them. Beside the
+        solver's error, which `stderr` has, and larger than it as a rule.
+        """
+        if self.stability is None:
+            return None
+        _, spread = self.stability.at(self.solve.plan.damping)
+        return self._spread(self.scored.mean.std(1, keepdim=True) * spread[self.indices].to(self.scored.mean))
+
+    def over_damping(self, dampings: Sequence[float] | None = None) -> OverDamping:
+        """Scores and rankings for other λ, from the products of this solve.
+
+        Args:
+            dampings: λ; by default twelve, from 64 times the λ of this solve to a thirty-second of it.
+
+        Raises:
+            OptionError: the solver kept nothing to tell them from: LiSSA, or more numbers than are kept.
+        """
+        if self.solve.shifted is None:
+            raise OptionError(
+                "this solve kept nothing of other λ: conjugate gradients do (solver='cg'), while "
+                " queries × examples are below four million"
+            )
+        own = self.solve.plan.damping
+        grid = (
+            [own * 2.0**k for k in range(6, -6, -1)] if dampings is None else sorted(dampings, reverse=True)
+        )
+        return OverDamping.of(self.solve.shifted, grid, own, self.indices)
 
     @property
     def bounds(self) -> Tensor:

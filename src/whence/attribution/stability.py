@@ -116,4 +116,5 @@ def _mixtures(gnh: GaussNewton, gradients: ParamVector, generator: torch.Generat
 
 def _correlations(left: Tensor, right: Tensor) -> Tensor:
     left, right = (side - side.mean(1, keepdim=True) for side in (left, right))
-    return (left * right).sum(1) / (left.norm(dim=1) * right.norm(dim=1)).clamp_min(_TINY)
+    found: Tensor = (left * right).sum(1) / (left.norm(dim=1) * right.norm(dim=1)).clamp_min(_TINY)
+    return found

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from whence.attribution import attribute, load
-from whence.attribution.cost import count_passes, forecast
+from whence.attribution.cost import forecast
+from whence.attribution.damping import first_damping, metric_of
+from whence.attribution.planning import choice_for
 from whence.cleaning import clean, load_cleaning
 from whence.cli.inputs import Command, InputOptions, Inputs
 from whence.cli.options import AsJson, guarded, takes
@@ -19,10 +21,9 @@ from whence.cli.tables import cleaning_as_json, rows_as_json, show_cleaning, sho
 from whence.cli.validate import validate_command
 from whence.errors import OptionError, RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
-from whence.model.memory import half_of_memory, keep_freed_memory
+from whence.model.memory import keep_freed_memory
 from whence.options import CleanOptions, MeasureOptions, Options
 from whence.runs import Run, as_json, holds, read
-from whence.solvers.auto import choose
 from whence.solvers.plan import Plan
 from whence.spectrum import Spectrum, estimate_spectrum
 
@@ -49,7 +50,8 @@ Top = Annotated[int, typer.Option(help="Examples to print at each end of a ranki
 @takes(InputOptions, MeasureOptions)
 def spectrum(given: InputOptions, options: MeasureOptions, *, json: AsJson = False) -> None:
     """Measure the Gauss-Newton Hessian: trace, Frobenius norm, λmax, sampling constants, each with its error."""
-    gnh, measured = _measure(Inputs(given), options)
+    gnh = Inputs(given).operator(options)
+    measured = _measure(gnh, options)
     if json:
         print_json({**as_json(measured), "num_terms": gnh.num_terms, "product": gnh.product})
     else:
@@ -83,21 +85,13 @@ def plan(
     inputs = Inputs(given)
     shortlist = inputs.candidates
     queries = len(inputs.queries) if inputs.has_queries or inputs.problem.queries else 1
-    gnh, measured = _measure(inputs, options)
-    choice = choose(
-        measured,
-        options.damping,
-        num_terms=gnh.num_terms,
-        queries=queries,
-        accuracy=float(options.accuracy),
-        chains=options.chains,
-        passes=count_passes(gnh, queries),
-        memory_bytes=half_of_memory(gnh.network.device),
-    ).asked(options.solver)
+    gnh = inputs.operator(options)
+    gnh = gnh.in_metric(metric_of(gnh, inputs.training, options))
+    measured = _measure(gnh, options)
+    damping, _ = first_damping(options.damping, inputs.training, measured)
+    choice = choice_for(gnh, measured, damping, queries, options)
     refine = choice.of("lissa").refine if options.refine is None else options.refine
-    made = Plan.tuned(
-        measured, options.damping, num_terms=gnh.num_terms, chains=options.chains, refine=refine
-    )
+    made = Plan.tuned(measured, damping, num_terms=gnh.num_terms, chains=options.chains, refine=refine)
     examples = len(gnh.terms) if shortlist is None else len(shortlist)
     cost = forecast(gnh, made, queries=queries, examples=examples, solver=choice.best)
     sweep = None
@@ -268,6 +262,7 @@ def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, t
         params=inputs.params,
         candidates=inputs.candidates,
         class_names=inputs.class_names,
+        training=inputs.training,
         run_dir=run_dir,
         on_run=keep,
         options=command.options,
@@ -295,6 +290,5 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _measure(inputs: Inputs, options: MeasureOptions) -> tuple[GaussNewton, Spectrum]:
-    gnh = inputs.operator(options)
-    return gnh, estimate_spectrum(gnh, generator=options.generator(1), terms=options.spectrum_terms)
+def _measure(gnh: GaussNewton, options: MeasureOptions) -> Spectrum:
+    return estimate_spectrum(gnh, generator=options.generator(1), terms=options.spectrum_terms)

@@ -28,6 +28,7 @@ from whence.sources import (
 from whence.sources.candidates import Shortlist, bm25, from_ids, tfidf
 from whence.sources.images import Images
 from whence.tasks import Classification, LanguageModeling, Task
+from whence.training import Training
 
 __all__ = ["Command", "InputOptions", "Inputs"]
 
@@ -63,6 +64,11 @@ class InputOptions:
         metadata={
             "help": "Glob pattern of parameter names to use (repeatable), as 'model.layers.*'; default all."
         },
+    )
+    training: str | None = option(
+        None,
+        "How the model was trained, which tells how much damping is right: a checkpoint of Trainer, its "
+        "trainer_state.json, or optimizer=adamw,rate=5e-5,steps=1000,schedule=linear.",
     )
     dtype: str = option("float32", "Of a Hugging Face model's parameters.")
     tokenizer: str | None = option(None, "Its directory, where it is not beside the model.")
@@ -167,6 +173,15 @@ class Inputs:
             params=self.params,
             product=options.product,  # type: ignore[arg-type]  # checked
             micro_batch=options.micro_batch,
+        )
+
+    @cached_property
+    def training(self) -> Training | None:
+        """How the model was trained, where that was said."""
+        return (
+            None
+            if self.options.training is None
+            else Training.read(self.options.training, self.problem.model)
         )
 
     @property

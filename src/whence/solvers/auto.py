@@ -3,17 +3,14 @@
 Costs are counted in terms gone through for all queries together. With n terms, q queries, m chains, and an error ε of
 the scores, relative to their size, for which the proven error may be 2ε:
 
-*Conjugate gradients* take ``n·K`` terms, with K of `Spectrum.cg_iterations`. *With a low-rank preconditioner* of rank
-r = 16, made from a tenth of the terms, r/2 eigenvalues fewer are in the way, and an iteration is lost to the terms that
-it has not seen; making it is r products of one column over that tenth. *LiSSA* takes ``m·T·|B|`` terms: the paper's
-plan, and at least ``2·C·d₂(λ)/ε²`` for the error that was asked for. This does not depend on n. See docs/math.md,
-"The price of a solve".
+*Conjugate gradients* take ``n·K`` terms, with K of `Spectrum.cg_iterations`. *LiSSA* takes ``m·T·|B|`` terms: the
+paper's plan, and at least ``2·C·d₂(λ)/ε²`` for the error that was asked for. This does not depend on n. See
+docs/math.md, "The price of a solve".
 
-The rule: **conjugate gradients, preconditioned where that is cheaper; LiSSA where twice its cost is still less.**
-Twice, because its price is what it costs if nothing goes wrong: a few examples of huge curvature double the batch and
-begin all again. A step over few terms costs more than these, so every pass counts as `Passes.start` terms more. Work is
-counted, never timed: a choice by stop-watch would differ between two runs of the same job. Measured by
-``python -m benchmarks.solvers``.
+The rule: **conjugate gradients; LiSSA where twice its cost is still less.** Twice, because its price is what it costs
+if nothing goes wrong: a few examples of huge curvature double the batch and begin all again. A step over few terms
+costs more than these, so every pass counts as `Passes.start` terms more. Work is counted, never timed: a choice by
+stop-watch would differ between two runs of the same job. Measured by ``python -m benchmarks.solvers``.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ import math
 from dataclasses import dataclass, replace
 
 from whence.errors import OptionError
-from whence.preconditioners import Preconditioner
 from whence.solvers.cg import ConjugateGradient
 from whence.solvers.lissa import Lissa
 from whence.solvers.plan import Plan, resolve_damping
@@ -49,8 +45,6 @@ _RISK = 2.0
 _TAIL = 0.5
 #: Vectors of the parameters' size that conjugate gradients hold per query.
 _CG_COPIES = 8
-#: Rank of the preconditioner, the part of the terms that it is made from, columns of its products and vectors for each.
-_RANK, _SHARE, _COLUMNS, _COPIES = 16, 0.1, 8, 3
 
 
 @dataclass(frozen=True)
@@ -82,8 +76,6 @@ class Alternative:
         memory_copies: vectors of the parameters' size for all queries together.
         seconds: where a product was timed, of one query.
         impossible: why it cannot be used; empty if it can.
-        rank: of a preconditioner, 0 for none.
-        rank_terms: that it is made from.
         refine: cost of LiSSA's chains, as a multiple of the paper's plan.
     """
 
@@ -94,8 +86,6 @@ class Alternative:
     memory_copies: int
     seconds: float | None = None
     impossible: str = ""
-    rank: int = 0
-    rank_terms: int = 0
     refine: float = 1.0
 
     @property
@@ -103,7 +93,7 @@ class Alternative:
         """For readers."""
         if self.solver == "lissa":
             return "LiSSA"
-        return "conjugate gradients" + (", preconditioned" if self.rank else "")
+        return "conjugate gradients"
 
 
 @dataclass(frozen=True)
@@ -191,22 +181,6 @@ def choose(
             memory_copies=_CG_COPIES * queries,
         )
     ]
-    made_from = math.ceil(_SHARE * n)
-    if made_from >= _RANK:
-        K = 1 + math.ceil(spectrum.cg_iterations(damping, queries, tolerance=tolerance, deflated=_RANK // 2))
-        # a product of k columns is 1 + 4k forwards: the queries of an iteration share the one, and so do its columns
-        making = made_from * _RANK * (1 + 4 * _COLUMNS) / _COLUMNS / (1 + 4 * queries)
-        found.append(
-            Alternative(
-                solver="cg",
-                how=f"about {K} iterations over all {n:,} terms, {_RANK} products over {made_from:,} before",
-                terms=n * K + making,
-                work=passes.work(n * K, K) + passes.work(making, _RANK / _COLUMNS),
-                memory_copies=_CG_COPIES * queries + _RANK + _COPIES * _COLUMNS,
-                rank=_RANK,
-                rank_terms=made_from,
-            )
-        )
     refine = _needed_length(spectrum, damping, n, accuracy, chains)
     plan = Plan.tuned(spectrum, damping, num_terms=n, chains=chains, refine=refine)
     found.append(
@@ -254,8 +228,8 @@ def make_solver(
     plan: Plan,
     *,
     accuracy: float,
-    preconditioner: Preconditioner | None = None,
     verify: bool = True,
+    keep_slopes: bool = False,
 ) -> Lissa | ConjugateGradient:
     """The solver that was chosen, ready to solve.
 
@@ -263,9 +237,8 @@ def make_solver(
         chosen: one of a choice's alternatives.
         plan: of the damping; in force where LiSSA was chosen.
         accuracy: the correlation with exact scores to reach.
-        preconditioner: where one was chosen: of ``chosen.rank``, from ``chosen.rank_terms`` terms, `LowRank.shrunk`
-            so that errors can be proven.
         verify: of `ConjugateGradient`.
+        keep_slopes: of `ConjugateGradient`.
     """
     if chosen.solver == "lissa":
         return Lissa(plan)
@@ -273,7 +246,7 @@ def make_solver(
         tolerance=tolerance_for(accuracy),
         score_error=relative_error(accuracy),
         largest=plan.spectrum.largest(3.0),
-        preconditioner=preconditioner,
+        keep_slopes=keep_slopes,
         verify=verify,
     )
 

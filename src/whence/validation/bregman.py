@@ -56,12 +56,18 @@ class BregmanObjective:
         params: ParameterFilter | None,
         micro_batch: int | None,
         importance: Tensor | None,
+        metric: ParamVector | None = None,
     ) -> None:
         check_evaluation_mode(model)
         names = set(select_parameters(model, params))
         wide = copy.deepcopy(model).double().requires_grad_(False)
         self.damping, self.task = damping, task
-        self.network = _DoubleNetwork(wide, task, {n: p for n, p in wide.named_parameters() if n in names})
+        self.network = _DoubleNetwork(
+            wide,
+            task,
+            {n: p for n, p in wide.named_parameters() if n in names},
+            None if metric is None else ParamVector({n: t.double() for n, t in metric.items()}),
+        )
         self.terms = TermSet(train, task, self.network.device)
         pilot = self._widened(self.terms.fetch(self.terms.longest(2)))
         self.terms.expect_outputs(check_outputs(self.network, pilot))
@@ -93,7 +99,9 @@ class BregmanObjective:
     def at(self, displacement: ParamVector, epsilon: float) -> dict[str, Tensor]:
         """``θ* + εd``, ready for a gradient."""
         return {
-            name: p.detach().add(displacement[name], alpha=epsilon).requires_grad_()
+            name: p.detach()
+            .add(self.network.scaled(name, displacement[name]), alpha=epsilon)
+            .requires_grad_()
             for name, p in self.network.parameters.items()
         }
 

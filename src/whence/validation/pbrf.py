@@ -92,6 +92,7 @@ def pbrf(
     max_gradients: int = 1000,
     micro_batch: int | None = None,
     importance: Tensor | None = None,
+    metric: ParamVector | None = None,
 ) -> ProximalResponse:
     """Scores of the points for the queries by the proximal Bregman response function.
 
@@ -115,6 +116,7 @@ def pbrf(
         micro_batch: examples per pass.
         importance: the chance of each training example to be drawn into a minibatch, such as
             ``measure_importance(gnh).probabilities()``; equal ones by default.
+        metric: the diagonal of D, where the proximity is ``λ/2 · (θ - θ*)ᵀD(θ - θ*)``; the identity by default.
 
     Example:
         >>> from whence import Classification
@@ -133,6 +135,7 @@ def pbrf(
         params=params,
         micro_batch=micro_batch,
         importance=importance,
+        metric=metric,
     )
     for name, data in (("points", points), ("queries", queries)):
         if not hasattr(data, "__len__") or len(data) == 0:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from whence.attribution import Attribution
+from whence.attribution.damping import metric_again
 from whence.attribution.job import operator_identity
 from whence.errors import OptionError, RunDirectoryError, SolverError, WhenceError, WhenceWarning
 from whence.model.data import TermSet
@@ -114,6 +115,7 @@ def validate(
     )
     TermSet(queries, task, gnh.network.device)  # refuses what is no list of examples
     _recognise(gnh, queries, result)
+    gnh = gnh.in_metric(metric_again(gnh, result, directory))
     if result.solve.by_curvature:
         gnh.terms.draw_by(measure_importance(gnh).probabilities())
     with Run(None, {}, identity={}) if directory is None else Run.again(directory) as run:
@@ -356,6 +358,7 @@ def _compare(job: _Job, turn: Sequence[tuple[int, str]], max_gradients: int | No
                 max_gradients=max_gradients or 1000,
                 micro_batch=job.gnh.micro_batch,
                 importance=gnh.terms.importance,
+                metric=gnh.network.metric,
             )
     except SolverError:  # it diverged on one of them: which?
         if len(turn) > 1:

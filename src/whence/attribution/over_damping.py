@@ -1,0 +1,91 @@
+"""`OverDamping`: how scores and rankings change with λ, from the products of one solve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whence.errors import OptionError
+from whence.operators import check_damping
+from whence.solvers.shifted import Shifted
+
+__all__ = ["OverDamping"]
+
+#: Scores that the last product still moved by more of their size have not settled.
+SETTLED = 0.1
+#: Rankings that share less of their top ten within a factor of four of λ depend on it.
+_SHARED, _FACTOR, _TOP = 0.7, 4.0, 10
+
+
+@dataclass(frozen=True)
+class OverDamping:
+    """Scores for a range of λ.
+
+    Attributes:
+        dampings: λ, falling, ``[L]``.
+        scores: ``[L, queries, scored]``.
+        indices: which training examples these are.
+        settled: whether the solve was long enough for this λ, ``[L]``; a smaller λ needs more products.
+        chosen: the λ of the solve.
+    """
+
+    dampings: Tensor
+    scores: Tensor
+    indices: Tensor
+    settled: Tensor
+    chosen: float
+
+    @classmethod
+    def of(cls, shifted: Shifted, dampings: Sequence[float], chosen: float, indices: Tensor) -> OverDamping:
+        """From what a solve kept."""
+        if not dampings:
+            raise OptionError("dampings hold nothing; give at least one λ")
+        for damping in dampings:
+            check_damping(damping)
+        return cls(
+            torch.tensor(dampings, dtype=torch.float64),
+            torch.stack([shifted.scores(damping)[:, indices] for damping in dampings]),
+            indices,
+            torch.tensor([shifted.unsettled(damping) <= SETTLED for damping in dampings]),
+            chosen,
+        )
+
+    def ranks(self) -> Tensor:
+        """Place of every example in its ranking, 0 for the most helpful, ``[L, queries, scored]``."""
+        return self.scores.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+
+    def top(self, k: int = _TOP) -> Tensor:
+        """The k most helpful examples, ``[L, queries, k]``."""
+        return self.indices[self.scores.argsort(dim=-1, descending=True, stable=True)[..., :k]]
+
+    def shared(self, k: int = _TOP) -> Tensor:
+        """Which part of the top k of the chosen λ is in the top k of each λ, ``[L, queries]``."""
+        top, own = self.top(k), int((self.dampings.log() - torch.tensor(self.chosen).log()).abs().argmin())
+        found = [
+            [len(set(a) & set(b)) / len(b) for a, b in zip(rows, top[own].tolist(), strict=True)]
+            for rows in top.tolist()
+        ]
+        return torch.tensor(found)
+
+    @property
+    def depends(self) -> Tensor:
+        """Whether a query's top ten is another one within a factor of four of the chosen λ, ``[queries]``."""
+        near = self.settled & (
+            (self.dampings.log() - torch.tensor(self.chosen).log()).abs()
+            <= torch.tensor(_FACTOR).log() + 1e-9
+        )
+        return self.shared()[near].amin(0) < _SHARED
+
+    def words(self) -> str:
+        """What to make of it, in a sentence."""
+        depends, queries = int(self.depends.sum()), self.scores.shape[1]
+        if not depends:
+            return "The top ten of every query are mostly the same for λ four times larger or smaller."
+        whose = "this query" if queries == 1 else f"{depends} of {queries} queries"
+        return (
+            f"The rankings of {whose} depend on λ: a λ four times larger or smaller changes more than three of their "
+            "top ten."
+        )
