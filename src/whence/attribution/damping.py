@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -89,13 +90,13 @@ def metric_again(gnh: GaussNewton, result: Attribution, directory: str | Path | 
     if not result.solve.in_metric:
         return None
     if directory is not None and holds(directory, "metric"):
-        return read(directory, "metric", Metric, device=gnh.network.device).diagonal
+        return read(directory, "metric", Metric).diagonal
     if result.settings.get("training"):
         raise RunDirectoryError(
             "the metric of this attribution's damping came from an optimizer and is kept in the run's directory alone; "
             "give that directory"
         )
-    return metric_of(gnh, None, Options(damping="auto", seed=int(result.settings["seed"])))
+    return metric_of(gnh, None, Options(damping="auto", seed=cast(int, result.settings["seed"])))
 
 
 def _selected(moment: ParamVector, gnh: GaussNewton) -> ParamVector:
