@@ -193,6 +193,15 @@ def test_text_classification(tmp_path: Path) -> None:
     assert found["queries"][0]["helpful"]
 
 
+def test_texts_to_classify_without_text_are_left_out_where_asked(tmp_path: Path) -> None:
+    model = classifier_directory(tmp_path / "model")
+    rows = [{"text": text, "label": i % 2} for i, text in enumerate(["the cat", " ", "sat", "on", "", "it"])]
+    train = write_lines(tmp_path / "train.jsonl", rows)
+    assert "(--skip-empty)" in invoke("spectrum", model, "--train", train, code=2).stderr.replace("\n", " ")
+    measured = invoke("spectrum", model, "--train", train, "--skip-empty", "--json").stdout
+    assert json.loads(measured)["num_terms"] == 4
+
+
 def test_a_function_that_gives_everything(place: Path, tmp_path: Path) -> None:
     job = [f"{place / 'build.py'}:everything", *FAST[:6], "--run-dir", tmp_path / "run"]
     assert "toy " in invoke("attribute", *job).stdout

@@ -360,6 +360,24 @@ def test_texts_with_labels(tmp_path: Path) -> None:
     assert data.find("z") == ()
 
 
+def test_texts_to_leave_out() -> None:
+    fields = [("", 0), ("ab", 1), (None, None), (" ", 7), ("cd", 0)]
+    records = RowList([{"text": text, "label": label} for text, label in fields], name="data")
+    with pytest.raises(DataError, match=r"leaves the field 'label' empty"):
+        ClassifiedTexts(records, TOKENIZERS["byte-level"])
+    data = ClassifiedTexts(records, TOKENIZERS["byte-level"], labels=Labels(("no", "yes")), skip_empty=True)
+    assert (len(data), data.skipped) == (2, 3)
+    assert list(data.ids) == ["data#2", "data#5"]
+    assert [data.find(f"data#{number}") for number in range(1, 7)] == [(), (0,), (), (), (1,), ()]
+    assert [data.exhibit(i).text for i in (0, 1)] == list(data.texts()) == ["ab", "cd"]
+    assert [data.exhibit(i).label for i in (0, 1)] == ["yes", "no"]
+    assert data[1]["input_ids"].tolist() == TOKENIZERS["byte-level"]("cd")["input_ids"]
+    with pytest.raises(DataError, match="data, row 2 has the label 1; give one of"):
+        ClassifiedTexts(records, TOKENIZERS["byte-level"], labels=Labels(("no",)), skip_empty=True)
+    with pytest.raises(DataError, match="no row of data has text to learn from; all 1 were left out"):
+        ClassifiedTexts(records.first(1), TOKENIZERS["byte-level"], skip_empty=True)
+
+
 def test_long_texts_are_cut_where_allowed_and_keep_their_end() -> None:
     tokenizer = TOKENIZERS["byte-level with BOS and EOS"]
     records = RowList([{"text": "abcdefgh", "label": 0}], name="data")

@@ -244,6 +244,7 @@ class Inputs:
                 label_field=options.label_field,
                 max_length=self._length(),
                 truncate=options.truncate,
+                skip_empty=options.skip_empty,
             )
         else:
             processor = problem.directory if problem.kind == "image-classifier" else None

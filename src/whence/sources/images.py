@@ -103,7 +103,7 @@ class Images(LabelledRows):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         index = self._checked(index)
-        row = self._records[index]
+        row = self._row(index)
         image = self._open(row)
         if self._mode is not None:
             image = image.convert(self._mode)
@@ -131,7 +131,7 @@ class Images(LabelledRows):
 
     def exhibit(self, index: int) -> Exhibit:
         index = self._checked(index)
-        row = self._records[index]
+        row = self._row(index)
         image = _thumbnail(self._open(row))
         return Exhibit(id=self.id(index), image=image, label=self.label(index), link=row.link)
 

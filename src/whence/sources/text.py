@@ -15,7 +15,7 @@ import torch
 
 from whence.errors import DataError, OptionError
 from whence.exhibit import Exhibit
-from whence.sources.examples import Examples, LabelledRows
+from whence.sources.examples import Examples, LabelledRows, nothing_left
 from whence.sources.files import refusing
 from whence.sources.labels import Labels
 from whence.sources.records import RecordIds, Records, Row, shown
@@ -63,8 +63,7 @@ class DocumentReader:
     def has_text(self, row: Row) -> bool:
         """Whether the row holds anything to learn from."""
         fields = {"text": self._text_field, "pair": "completion", "messages": "messages"}
-        value = row.fields.get(fields[self.layout])
-        return value is not None and bool(value.strip() if isinstance(value, str) else value)
+        return not row.is_empty(fields[self.layout])
 
     def read(self, row: Row) -> Document:
         """The row's document, or a `DataError` that names the row and field."""
@@ -197,9 +196,7 @@ class Passages(Examples):
                 chars.extend([int(encoded.ends[first - 1]) if first else 0, int(encoded.ends[last - 1])])
                 rows.append(number)
         if not rows:
-            raise DataError(
-                f"no row of {records.name} has text to learn from; all {self.skipped} were left out"
-            )
+            raise nothing_left(self.name, self.skipped)
         self._chars = np.frombuffer(chars, np.int64).reshape(-1, 2)
         self._rows = np.frombuffer(rows, np.int64)
         self._shown: tuple[int, Encoded] | None = None  # the row shown last: its other passages may follow
@@ -315,6 +312,7 @@ class ClassifiedTexts(LabelledRows):
         text_field, label_field: where the text and the label are.
         max_length: tokens of a text at most: the model's context.
         truncate: cut longer texts instead of refusing them.
+        skip_empty: leave out rows without text instead of refusing them; their number is ``skipped``.
     """
 
     def __init__(
@@ -327,11 +325,13 @@ class ClassifiedTexts(LabelledRows):
         label_field: str = "label",
         max_length: int | None = None,
         truncate: bool = False,
+        skip_empty: bool = False,
     ) -> None:
-        super().__init__(records, labels=labels, label_field=label_field)
+        needed = text_field if skip_empty else None
+        super().__init__(records, labels=labels, label_field=label_field, needed=needed)
         self._tokenizer, self._text_field = tokenizer, text_field
         self._tokens = _Lists("i")
-        for row in records:
+        for row in self._rows():
             text = row.text(text_field)
             ids: Any = encode(tokenizer, [text])[0].ids
             if max_length is not None and len(ids) > max_length:
@@ -350,11 +350,11 @@ class ClassifiedTexts(LabelledRows):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": self.targets[index]}
 
     def texts(self) -> Iterator[str]:
-        return (row.text(self._text_field) for row in self._records)
+        return (row.text(self._text_field) for row in self._rows())
 
     def exhibit(self, index: int) -> Exhibit:
         index = self._checked(index)
-        row = self._records[index]
+        row = self._row(index)
         text = row.text(self._text_field)
         return Exhibit(
             id=self.id(index),
