@@ -182,6 +182,15 @@ def test_images_with_a_function_and_with_a_hugging_face_model(place: Path, tmp_p
     invoke("attribute", tmp_path / "vit", *data)
 
 
+def test_a_table_of_images_in_another_encoding(place: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        Image.new("RGB", (8, 8), "red" if name == "a" else "blue").save(tmp_path / f"{name}.png")
+    (tmp_path / "list.csv").write_bytes("image,label\na.png,né\nb.png,non\n".encode("latin-1"))
+    job = [f"{place / 'build.py'}:model", "--task", "classification", "--train", tmp_path / "list.csv"]
+    measured = invoke("spectrum", *job, "--encoding", "latin-1", "--json").stdout
+    assert json.loads(measured)["num_terms"] == 2
+
+
 def test_text_classification(tmp_path: Path) -> None:
     model = classifier_directory(tmp_path / "model")
     rows = [{"text": f"the cat sat on the mat {i}", "label": i % 2} for i in range(9)]

@@ -255,6 +255,7 @@ class Inputs:
                 labels=labels,
                 split=options.split,
                 label_field=options.label_field,
+                encoding=options.encoding,
             )
         if problem.num_labels is not None:
             found.labels.check_outputs(problem.num_labels, found.name)
