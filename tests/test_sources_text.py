@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -385,6 +386,34 @@ def test_long_texts_are_cut_where_allowed_and_keep_their_end() -> None:
         ClassifiedTexts(records, tokenizer, max_length=6)
     data = ClassifiedTexts(records, tokenizer, max_length=6, truncate=True)
     assert tokenizer.decode(data[0]["input_ids"]) == "<s>abcd</s>"
+    exhibit = data.exhibit(0)
+    assert (exhibit.text, exhibit.tokens) == ("abcd", ("<s>", "a", "b", "c", "d", "</s>"))
+    assert list(data.texts()) == ["abcd"]
+    with pytest.raises(
+        OptionError, match=r"a limit of 2 tokens leaves no room for text: .* adds 2 of its own"
+    ):
+        ClassifiedTexts(records, tokenizer, max_length=2, truncate=True)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_texts_are_cut_as_the_tokenizer_does_and_shown_as_cut(name: str, text: str, side: str) -> None:
+    tokenizer = copy.deepcopy(TOKENIZERS[name])
+    tokenizer.truncation_side = side
+    for length in range(3, len(tokenizer(text)["input_ids"])):
+        data = ClassifiedTexts(
+            RowList([{"text": text, "label": 0}], name="d"), tokenizer, max_length=length, truncate=True
+        )
+        seen = tokenizer(text, truncation=True, max_length=length)["input_ids"]
+        assert data[0]["input_ids"].tolist() == seen
+        exhibit = data.exhibit(0)
+        assert len(exhibit.tokens or ()) == length
+        own = [piece for piece in exhibit.tokens or () if piece not in ("<s>", "</s>")]
+        assert exhibit.text == "".join(own) == next(data.texts())
+        assert text.startswith(exhibit.text) if side == "right" else text.endswith(exhibit.text)
+        if name != "SentencePiece-like":  # which has characters that it does not know
+            assert tokenizer.decode(seen, skip_special_tokens=True).strip("\ufffd") in exhibit.text
 
 
 @pytest.mark.parametrize(

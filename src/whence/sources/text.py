@@ -330,19 +330,22 @@ class ClassifiedTexts(LabelledRows):
         needed = text_field if skip_empty else None
         super().__init__(records, labels=labels, label_field=label_field, needed=needed)
         self._tokenizer, self._text_field = tokenizer, text_field
+        self._max_length, self._truncate = max_length, truncate
         self._tokens = _Lists("i")
         for row in self._rows():
-            text = row.text(text_field)
-            ids: Any = encode(tokenizer, [text])[0].ids
-            if max_length is not None and len(ids) > max_length:
-                if not truncate:
-                    raise DataError(
-                        f"{row.where} is {len(ids)} tokens long, the limit is {max_length}; shorten it, or "
-                        "allow cutting such rows (--truncate)"
-                    )
-                # Let the tokenizer cut, so that the tokens it adds at the end stay.
-                ids = tokenizer(text, truncation=True, max_length=max_length, verbose=False)["input_ids"]
-            self._tokens.append(np.asarray(ids))
+            self._tokens.append(self._encoded(row).ids)
+
+    def _encoded(self, row: Row) -> Encoded:
+        """What the model sees of a row."""
+        encoded, limit = encode(self._tokenizer, [row.text(self._text_field)])[0], self._max_length
+        if limit is None or len(encoded.ids) <= limit:
+            return encoded
+        if not self._truncate:
+            raise DataError(
+                f"{row.where} is {len(encoded.ids)} tokens long, the limit is {limit}; shorten it, or allow cutting "
+                "such rows (--truncate)"
+            )
+        return encoded.cut(limit, side=getattr(self._tokenizer, "truncation_side", "right"))
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         index = self._checked(index)
@@ -350,16 +353,18 @@ class ClassifiedTexts(LabelledRows):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": self.targets[index]}
 
     def texts(self) -> Iterator[str]:
-        return (row.text(self._text_field) for row in self._rows())
+        if not self._truncate:  # then all are whole
+            return (row.text(self._text_field) for row in self._rows())
+        return (self._encoded(row).text for row in self._rows())
 
     def exhibit(self, index: int) -> Exhibit:
         index = self._checked(index)
         row = self._row(index)
-        text = row.text(self._text_field)
+        encoded = self._encoded(row)
         return Exhibit(
             id=self.id(index),
-            text=text,
-            tokens=encode(self._tokenizer, [text])[0].pieces(0, len(self._tokens[index])),
+            text=encoded.text,
+            tokens=encoded.pieces(),
             label=self.label(index),
             link=row.link,
         )
