@@ -769,12 +769,49 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / "run" / "linked").symlink_to(elsewhere)
-    kept = [elsewhere / f"{TEMPORARY}b", elsewhere / "x.000001.json", tmp_path / "run" / "report.html"]
+    own = [
+        "report.html",
+        "x.000001.json",
+        "spectrum.000001.json",
+        "scores/notes.000001.safetensors",
+        "resolve.000001.json",
+    ]
+    own += [
+        "solve.000001.json.bak",
+        "solve.000099.csv",
+        "solve.0000099.json",
+        "old-solve.000001.json",
+        "page.json",
+    ]
+    kept = [
+        elsewhere / f"{TEMPORARY}b",
+        elsewhere / "solve.000001.json",
+        *(tmp_path / "run" / name for name in own),
+    ]
     left = [f"{TEMPORARY}a", "solve.000099.safetensors", "solve.000098.json", f"scores/{TEMPORARY}c"]
     for path in [*kept, *(tmp_path / "run" / name for name in left)]:
         path.write_text("x")
     opened(tmp_path / "run")
     assert contents(tmp_path) == before | {str(path.relative_to(tmp_path)): b"x" for path in kept}
+
+
+def test_leftovers_of_what_the_manifest_does_not_name_go_when_it_is_written_again(tmp_path: Path) -> None:
+    """A first writing may be interrupted, or the deletion of a journal that was cleared."""
+    opened(tmp_path)
+    left = [
+        tmp_path / f"{name}.000001.{suffix}"
+        for name in ("page", "solve")
+        for suffix in ("json", "safetensors")
+    ]
+    for path in left:
+        path.write_text("x")
+    run = opened(tmp_path)
+    assert all(path.exists() for path in left)  # it may be somebody's
+    run.put("page", Inner, Inner(0.1))
+    assert [path.read_text() for path in left if path.exists()][1:] == ["x", "x"]
+    run.journal("solve", State)
+    assert [path.name for path in left if path.exists()] == ["page.000001.json"]
+    assert run.keep("page", Inner, never) == Inner(0.1)
 
 
 # --- faults ------------------------------------------------------------------------------------------------------

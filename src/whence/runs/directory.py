@@ -154,6 +154,7 @@ class Run:
         if self._manifest is None:
             return value
         manifest = self._writing(name)
+        manifest.sweep_numbers(name)
         place = manifest.place(f"{name}.{manifest.next_number()}")
         manifest.change({name: files.write_tree(place, *encode(value, cls))})
         return manifest.value(name, cls)
@@ -167,6 +168,8 @@ class Run:
         self, name: str, cls: type[T], *, seconds: float = 30.0, device: torch.device | str = "cpu"
     ) -> Journal[T]:
         """A journal of this name, for states of this class."""
+        if self._manifest is not None and self._writable:
+            self._manifest.sweep_numbers(name)
         place = self._states if self._manifest is None else self._manifest
         return Journal(place, name, cls, seconds=seconds, device=device)
 
