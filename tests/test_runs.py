@@ -631,6 +631,23 @@ def test_a_journal_writes_when_it_is_time(tmp_path: Path) -> None:
     assert same(journal.restore(), state)
 
 
+@pytest.mark.parametrize("now", [True, False])
+def test_a_journal_of_a_closed_run_is_not_written(tmp_path: Path, now: bool) -> None:
+    """Another process may be writing to the directory by then."""
+    state = State(1, vector(1), Basis())
+    with opened(tmp_path) as run:
+        journal = run.journal("solve", State, seconds=1e6)
+        journal.record(state, now=True)
+    before = contents(tmp_path)
+    for write in (lambda: journal.record(state, now=now), journal.clear):
+        with pytest.raises(
+            StorageError, match=r"so 'solve' cannot be kept: the run was closed\. .*open it again"
+        ):
+            write()
+    assert contents(tmp_path) == before
+    assert same(journal.restore(), state)
+
+
 # --- whose directory it is -----------------------------------------------------------------------------------------
 
 
@@ -756,7 +773,9 @@ def test_a_read_only_run_can_be_read_and_is_left_alone(
     run = opened(tmp_path / "run")
     assert same_all(fill(run), first)
     assert same(read(tmp_path / "run", "gradients", ParamVector), vector(1, 2))
-    with pytest.raises(StorageError, match=r"cannot be written to \(read-only.*so 'plan' cannot be kept"):
+    with pytest.raises(
+        StorageError, match=r"cannot be written to, so 'plan' cannot be kept: it is read-only"
+    ):
         run.keep("plan", Inner, never)
     with pytest.raises(StorageError):
         opened(tmp_path / "other")
