@@ -93,6 +93,11 @@ def test_plan_tells_time_memory_and_disk_before_anything_long(place: Path) -> No
     assert cost["score_seconds"] > 0
     assert cost["choice"]["solver"] in ("cg", "lissa")
     assert cost["choice"]["words"].startswith("To reach a correlation of 0.995")
+    alone = json.loads(
+        invoke("plan", *training(place), *queries, "--no-baseline", "--solver", "lissa", "--json").stdout
+    )
+    with_it = json.loads(invoke("plan", *training(place), *queries, "--solver", "lissa", "--json").stdout)
+    assert alone["memory_bytes"] < with_it["memory_bytes"]
 
 
 def test_attribute_writes_a_run_a_page_and_a_table(place: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def spectrum(given: InputOptions, options: MeasureOptions, *, json: AsJson = Fal
     "[bold]whence plan path/to/model --train train.jsonl --queries queries.jsonl --damping auto[/]\n\n"
     "[bold]whence plan path/to/model --train train.jsonl --damping-sweep --figure sweep.svg[/]",
 )
-@takes(InputOptions, Options)
+@takes(InputOptions, Options, only="plan")
 def plan(
     given: InputOptions,
     options: Options,
@@ -99,7 +99,9 @@ def plan(
         measured, options.damping, num_terms=gnh.num_terms, chains=options.chains, refine=refine
     )
     examples = len(gnh.terms) if shortlist is None else len(shortlist)
-    cost = forecast(gnh, made, queries=queries, examples=examples, solver=choice.best)
+    cost = forecast(
+        gnh, made, queries=queries, examples=examples, baseline=options.baseline, solver=choice.best
+    )
     sweep = None
     if damping_sweep:
         sweep = sweep_dampings(gnh, made, cost, queries=queries, refine=refine, options=options)
