@@ -156,7 +156,7 @@ def test_rows_to_leave_out() -> None:
     assert passages.skipped == 3
     assert [passages.exhibit(i).text for i in (0, 1)] == list(passages.texts()) == ["ab", "cd"]
     assert passages.find("data#4") == ()
-    with pytest.raises(DataError, match="no row of data has text to learn from; all 2 were left out"):
+    with pytest.raises(DataError, match="no row of data has text; all 2 were left out"):
         Passages(rows("", "a"), TOKENIZERS["byte-level"], skip_empty=True)
 
 
@@ -316,6 +316,17 @@ def test_text_queries_ask_for_the_whole_text(name: str, unpredicted: int) -> Non
     assert "".join(exhibit.tokens or ()) == "the cat"
 
 
+def test_queries_to_leave_out() -> None:
+    records = pairs(("the", " cat"), ("the", " "), ("the", " dog"))
+    with pytest.raises(DataError, match=r"row 2 has an empty 'completion'; .*--skip-empty"):
+        language_queries(records, TOKENIZERS["byte-level"], TASK)
+    queries = language_queries(records, TOKENIZERS["byte-level"], TASK, skip_empty=True)
+    assert list(queries.ids) == ["data#1", "data#3"]
+    assert queries.exhibit(1).text == " dog"
+    with pytest.raises(DataError, match="no row of data has text; all 1 were left out"):
+        language_queries(rows(""), TOKENIZERS["byte-level"], TASK, skip_empty=True)
+
+
 def test_bos_makes_a_prompt_of_its_own() -> None:
     queries = language_queries(pairs(("", "the cat")), TOKENIZERS["SentencePiece-like"], TASK)
     assert queries[0]["labels"][0] == -100
@@ -375,7 +386,7 @@ def test_texts_to_leave_out() -> None:
     assert data[1]["input_ids"].tolist() == TOKENIZERS["byte-level"]("cd")["input_ids"]
     with pytest.raises(DataError, match="data, row 2 has the label 1; give one of"):
         ClassifiedTexts(records, TOKENIZERS["byte-level"], labels=Labels(("no",)), skip_empty=True)
-    with pytest.raises(DataError, match="no row of data has text to learn from; all 1 were left out"):
+    with pytest.raises(DataError, match="no row of data has text; all 1 were left out"):
         ClassifiedTexts(records.first(1), TOKENIZERS["byte-level"], skip_empty=True)
 
 

@@ -155,6 +155,7 @@ class Inputs:
                 self.task,
                 max_length=problem.context,
                 text_field=options.text_field if typed is None else None,
+                skip_empty=options.skip_empty and typed is None,
             )
         return self._classified(str(options.queries), getattr(self.train, "labels", None) or problem.labels)
 

@@ -201,4 +201,4 @@ class LabelledRows(Examples):
 
 def nothing_left(name: str, skipped: int) -> DataError:
     """What to raise where all rows were left out."""
-    return DataError(f"no row of {name} has text to learn from; all {skipped} were left out")
+    return DataError(f"no row of {name} has text; all {skipped} were left out")
