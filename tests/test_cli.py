@@ -93,6 +93,11 @@ def test_plan_tells_time_memory_and_disk_before_anything_long(place: Path) -> No
     assert cost["score_seconds"] > 0
     assert cost["choice"]["solver"] in ("cg", "lissa")
     assert cost["choice"]["words"].startswith("To reach a correlation of 0.995")
+    alone = json.loads(
+        invoke("plan", *training(place), *queries, "--no-baseline", "--solver", "lissa", "--json").stdout
+    )
+    with_it = json.loads(invoke("plan", *training(place), *queries, "--solver", "lissa", "--json").stdout)
+    assert alone["memory_bytes"] < with_it["memory_bytes"]
 
 
 def test_attribute_writes_a_run_a_page_and_a_table(place: Path, tmp_path: Path) -> None:
@@ -182,6 +187,15 @@ def test_images_with_a_function_and_with_a_hugging_face_model(place: Path, tmp_p
     invoke("attribute", tmp_path / "vit", *data)
 
 
+def test_a_table_of_images_in_another_encoding(place: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        Image.new("RGB", (8, 8), "red" if name == "a" else "blue").save(tmp_path / f"{name}.png")
+    (tmp_path / "list.csv").write_bytes("image,label\na.png,né\nb.png,non\n".encode("latin-1"))
+    job = [f"{place / 'build.py'}:model", "--task", "classification", "--train", tmp_path / "list.csv"]
+    measured = invoke("spectrum", *job, "--encoding", "latin-1", "--json").stdout
+    assert json.loads(measured)["num_terms"] == 2
+
+
 def test_text_classification(tmp_path: Path) -> None:
     model = classifier_directory(tmp_path / "model")
     rows = [{"text": f"the cat sat on the mat {i}", "label": i % 2} for i in range(9)]
@@ -191,6 +205,15 @@ def test_text_classification(tmp_path: Path) -> None:
         invoke("attribute", model, "--train", train, "--queries", odd, *FAST[:6], "--json").stdout
     )
     assert found["queries"][0]["helpful"]
+
+
+def test_texts_to_classify_without_text_are_left_out_where_asked(tmp_path: Path) -> None:
+    model = classifier_directory(tmp_path / "model")
+    rows = [{"text": text, "label": i % 2} for i, text in enumerate(["the cat", " ", "sat", "on", "", "it"])]
+    train = write_lines(tmp_path / "train.jsonl", rows)
+    assert "(--skip-empty)" in invoke("spectrum", model, "--train", train, code=2).stderr.replace("\n", " ")
+    measured = invoke("spectrum", model, "--train", train, "--skip-empty", "--json").stdout
+    assert json.loads(measured)["num_terms"] == 4
 
 
 def test_a_function_that_gives_everything(place: Path, tmp_path: Path) -> None:

@@ -33,6 +33,10 @@ def commands() -> dict[str, Any]:
     return dict(group.commands)  # type: ignore[attr-defined]
 
 
+def offered(command: str, cls: type[Any]) -> list[Any]:
+    return [option for option in fields(cls) if command != "plan" or option.metadata.get("plan", True)]
+
+
 # --- the signature -------------------------------------------------------------------------------------------
 
 
@@ -99,7 +103,7 @@ def test_options_of_another_command_are_refused() -> None:
 def test_every_field_is_an_option_of_the_command_line(command: str) -> None:
     found = {parameter.name: parameter for parameter in commands()[command].params}
     for cls in (InputOptions, COMMANDS[command]):
-        for option in fields(cls):
+        for option in offered(command, cls):
             parameter = found[option.name]
             assert parameter.help == option.metadata["help"]
             if option.default is MISSING:
@@ -115,8 +119,18 @@ def test_every_field_is_an_option_of_the_command_line(command: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_lists_them(command: str) -> None:
     printed = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
-    for option in fields(COMMANDS[command]):
+    for option in offered(command, COMMANDS[command]):
         assert f"--{option.name.replace('_', '-')}" in printed
+
+
+def test_plan_takes_what_shapes_it_and_nothing_else() -> None:
+    own = {"json", "damping_sweep", "figure", *(each.name for each in fields(InputOptions))}
+    shaping = {parameter.name for parameter in commands()["plan"].params} - own
+    measuring = {each.name for each in fields(MeasureOptions)}
+    assert shaping == measuring | {"damping", "solver", "accuracy", "chains", "refine", "baseline"}
+    refused = CliRunner().invoke(app, ["plan", "model", "--until", "top-10 stable"], env={"COLUMNS": "200"})
+    assert refused.exit_code == 2
+    assert "No such option: --until" in refused.output
 
 
 # --- the saved configuration ---------------------------------------------------------------------------------

@@ -93,6 +93,13 @@ def test_extras_that_errors_name_exist() -> None:
     assert named <= extras
 
 
+def test_transformers_may_not_be_older_than_its_dtype() -> None:
+    """``from_pretrained(dtype=…)`` was ``torch_dtype`` before 4.56, which hands ``dtype`` to the model and fails."""
+    wanted = re.findall(r'"transformers>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert len(wanted) == 2
+    assert all((int(major), int(minor)) >= (4, 56) for major, minor in wanted)
+
+
 def test_importing_loads_no_heavy_library() -> None:
     """They are for demos, pages' figures and formats that may never be asked for."""
     heavy = ["transformers", "datasets", "pandas", "matplotlib", "sklearn", "pyarrow", "curvlinops"]

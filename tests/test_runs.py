@@ -631,6 +631,23 @@ def test_a_journal_writes_when_it_is_time(tmp_path: Path) -> None:
     assert same(journal.restore(), state)
 
 
+@pytest.mark.parametrize("now", [True, False])
+def test_a_journal_of_a_closed_run_is_not_written(tmp_path: Path, now: bool) -> None:
+    """Another process may be writing to the directory by then."""
+    state = State(1, vector(1), Basis())
+    with opened(tmp_path) as run:
+        journal = run.journal("solve", State, seconds=1e6)
+        journal.record(state, now=True)
+    before = contents(tmp_path)
+    for write in (lambda: journal.record(state, now=now), journal.clear):
+        with pytest.raises(
+            StorageError, match=r"so 'solve' cannot be kept: the run was closed\. .*open it again"
+        ):
+            write()
+    assert contents(tmp_path) == before
+    assert same(journal.restore(), state)
+
+
 # --- whose directory it is -----------------------------------------------------------------------------------------
 
 
@@ -756,7 +773,9 @@ def test_a_read_only_run_can_be_read_and_is_left_alone(
     run = opened(tmp_path / "run")
     assert same_all(fill(run), first)
     assert same(read(tmp_path / "run", "gradients", ParamVector), vector(1, 2))
-    with pytest.raises(StorageError, match=r"cannot be written to \(read-only.*so 'plan' cannot be kept"):
+    with pytest.raises(
+        StorageError, match=r"cannot be written to, so 'plan' cannot be kept: it is read-only"
+    ):
         run.keep("plan", Inner, never)
     with pytest.raises(StorageError):
         opened(tmp_path / "other")
@@ -769,12 +788,49 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / "run" / "linked").symlink_to(elsewhere)
-    kept = [elsewhere / f"{TEMPORARY}b", elsewhere / "x.000001.json", tmp_path / "run" / "report.html"]
+    own = [
+        "report.html",
+        "x.000001.json",
+        "spectrum.000001.json",
+        "scores/notes.000001.safetensors",
+        "resolve.000001.json",
+    ]
+    own += [
+        "solve.000001.json.bak",
+        "solve.000099.csv",
+        "solve.0000099.json",
+        "old-solve.000001.json",
+        "page.json",
+    ]
+    kept = [
+        elsewhere / f"{TEMPORARY}b",
+        elsewhere / "solve.000001.json",
+        *(tmp_path / "run" / name for name in own),
+    ]
     left = [f"{TEMPORARY}a", "solve.000099.safetensors", "solve.000098.json", f"scores/{TEMPORARY}c"]
     for path in [*kept, *(tmp_path / "run" / name for name in left)]:
         path.write_text("x")
     opened(tmp_path / "run")
     assert contents(tmp_path) == before | {str(path.relative_to(tmp_path)): b"x" for path in kept}
+
+
+def test_leftovers_of_what_the_manifest_does_not_name_go_when_it_is_written_again(tmp_path: Path) -> None:
+    """A first writing may be interrupted, or the deletion of a journal that was cleared."""
+    opened(tmp_path)
+    left = [
+        tmp_path / f"{name}.000001.{suffix}"
+        for name in ("page", "solve")
+        for suffix in ("json", "safetensors")
+    ]
+    for path in left:
+        path.write_text("x")
+    run = opened(tmp_path)
+    assert all(path.exists() for path in left)  # it may be somebody's
+    run.put("page", Inner, Inner(0.1))
+    assert [path.read_text() for path in left if path.exists()][1:] == ["x", "x"]
+    run.journal("solve", State)
+    assert [path.name for path in left if path.exists()] == ["page.000001.json"]
+    assert run.keep("page", Inner, never) == Inner(0.1)
 
 
 # --- faults ------------------------------------------------------------------------------------------------------

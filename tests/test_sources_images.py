@@ -109,6 +109,15 @@ def test_saved_data_sets(tmp_path: Path) -> None:
     assert open_images(tmp_path / "saved").id(2) == "saved:train#3"
 
 
+def test_rows_of_another_encoding(folder: Path) -> None:
+    table = folder / "list.csv"
+    table.write_bytes("id,image,label\nnaïve,cat/1.png,chaton né\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"--encoding latin-1"):
+        open_images(table)
+    data = open_images(table, encoding="latin-1")
+    assert (data.id(0), data.labels.names) == ("naïve", ("chaton né",))
+
+
 def test_rows_with_paths(folder: Path) -> None:
     lines = [{"image": "cat/1.png", "label": "cat"}, {"image": "dog/1.png", "label": "dog"}]
     (folder / "list.jsonl").write_text("\n".join(map(json.dumps, lines)))

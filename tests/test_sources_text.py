@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def test_rows_to_leave_out() -> None:
     assert passages.skipped == 3
     assert [passages.exhibit(i).text for i in (0, 1)] == list(passages.texts()) == ["ab", "cd"]
     assert passages.find("data#4") == ()
-    with pytest.raises(DataError, match="no row of data has text to learn from; all 2 were left out"):
+    with pytest.raises(DataError, match="no row of data has text; all 2 were left out"):
         Passages(rows("", "a"), TOKENIZERS["byte-level"], skip_empty=True)
 
 
@@ -315,6 +316,17 @@ def test_text_queries_ask_for_the_whole_text(name: str, unpredicted: int) -> Non
     assert "".join(exhibit.tokens or ()) == "the cat"
 
 
+def test_queries_to_leave_out() -> None:
+    records = pairs(("the", " cat"), ("the", " "), ("the", " dog"))
+    with pytest.raises(DataError, match=r"row 2 has an empty 'completion'; .*--skip-empty"):
+        language_queries(records, TOKENIZERS["byte-level"], TASK)
+    queries = language_queries(records, TOKENIZERS["byte-level"], TASK, skip_empty=True)
+    assert list(queries.ids) == ["data#1", "data#3"]
+    assert queries.exhibit(1).text == " dog"
+    with pytest.raises(DataError, match="no row of data has text; all 1 were left out"):
+        language_queries(rows(""), TOKENIZERS["byte-level"], TASK, skip_empty=True)
+
+
 def test_bos_makes_a_prompt_of_its_own() -> None:
     queries = language_queries(pairs(("", "the cat")), TOKENIZERS["SentencePiece-like"], TASK)
     assert queries[0]["labels"][0] == -100
@@ -360,6 +372,24 @@ def test_texts_with_labels(tmp_path: Path) -> None:
     assert data.find("z") == ()
 
 
+def test_texts_to_leave_out() -> None:
+    fields = [("", 0), ("ab", 1), (None, None), (" ", 7), ("cd", 0)]
+    records = RowList([{"text": text, "label": label} for text, label in fields], name="data")
+    with pytest.raises(DataError, match=r"leaves the field 'label' empty"):
+        ClassifiedTexts(records, TOKENIZERS["byte-level"])
+    data = ClassifiedTexts(records, TOKENIZERS["byte-level"], labels=Labels(("no", "yes")), skip_empty=True)
+    assert (len(data), data.skipped) == (2, 3)
+    assert list(data.ids) == ["data#2", "data#5"]
+    assert [data.find(f"data#{number}") for number in range(1, 7)] == [(), (0,), (), (), (1,), ()]
+    assert [data.exhibit(i).text for i in (0, 1)] == list(data.texts()) == ["ab", "cd"]
+    assert [data.exhibit(i).label for i in (0, 1)] == ["yes", "no"]
+    assert data[1]["input_ids"].tolist() == TOKENIZERS["byte-level"]("cd")["input_ids"]
+    with pytest.raises(DataError, match="data, row 2 has the label 1; give one of"):
+        ClassifiedTexts(records, TOKENIZERS["byte-level"], labels=Labels(("no",)), skip_empty=True)
+    with pytest.raises(DataError, match="no row of data has text; all 1 were left out"):
+        ClassifiedTexts(records.first(1), TOKENIZERS["byte-level"], skip_empty=True)
+
+
 def test_long_texts_are_cut_where_allowed_and_keep_their_end() -> None:
     tokenizer = TOKENIZERS["byte-level with BOS and EOS"]
     records = RowList([{"text": "abcdefgh", "label": 0}], name="data")
@@ -367,6 +397,34 @@ def test_long_texts_are_cut_where_allowed_and_keep_their_end() -> None:
         ClassifiedTexts(records, tokenizer, max_length=6)
     data = ClassifiedTexts(records, tokenizer, max_length=6, truncate=True)
     assert tokenizer.decode(data[0]["input_ids"]) == "<s>abcd</s>"
+    exhibit = data.exhibit(0)
+    assert (exhibit.text, exhibit.tokens) == ("abcd", ("<s>", "a", "b", "c", "d", "</s>"))
+    assert list(data.texts()) == ["abcd"]
+    with pytest.raises(
+        OptionError, match=r"a limit of 2 tokens leaves no room for text: .* adds 2 of its own"
+    ):
+        ClassifiedTexts(records, tokenizer, max_length=2, truncate=True)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_texts_are_cut_as_the_tokenizer_does_and_shown_as_cut(name: str, text: str, side: str) -> None:
+    tokenizer = copy.deepcopy(TOKENIZERS[name])
+    tokenizer.truncation_side = side
+    for length in range(3, len(tokenizer(text)["input_ids"])):
+        data = ClassifiedTexts(
+            RowList([{"text": text, "label": 0}], name="d"), tokenizer, max_length=length, truncate=True
+        )
+        seen = tokenizer(text, truncation=True, max_length=length)["input_ids"]
+        assert data[0]["input_ids"].tolist() == seen
+        exhibit = data.exhibit(0)
+        assert len(exhibit.tokens or ()) == length
+        own = [piece for piece in exhibit.tokens or () if piece not in ("<s>", "</s>")]
+        assert exhibit.text == "".join(own) == next(data.texts())
+        assert text.startswith(exhibit.text) if side == "right" else text.endswith(exhibit.text)
+        if name != "SentencePiece-like":  # which has characters that it does not know
+            assert tokenizer.decode(seen, skip_special_tokens=True).strip("\ufffd") in exhibit.text
 
 
 @pytest.mark.parametrize(

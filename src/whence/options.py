@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 O = TypeVar("O", bound="MeasureOptions")  # noqa: E741
 
 
-def option(default: Any, help: str, *, common: bool = False, saved: bool = True) -> Any:
+def option(default: Any, help: str, *, common: bool = False, saved: bool = True, plan: bool = True) -> Any:
     """A field of an options class.
 
     Args:
@@ -43,8 +43,9 @@ def option(default: Any, help: str, *, common: bool = False, saved: bool = True)
         help: one sentence, for Python and for the command line.
         common: whether a function's signature shows it; the others can be given just the same.
         saved: whether a run's numbers or files depend on it, so that another value is another run.
+        plan: whether what `whence plan` tells depends on it; the others it does not take.
     """
-    return field(default=default, metadata={"help": help, "common": common, "saved": saved})
+    return field(default=default, metadata={"help": help, "common": common, "saved": saved, "plan": plan})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class RunOptions(MeasureOptions):
         common=True,
     )
     part_size: int | None = option(
-        None, "Examples per part of the results on disk; a minute's work by default."
+        None, "Examples per part of the results on disk; a minute's work by default.", plan=False
     )
 
     def __post_init__(self) -> None:
@@ -148,9 +149,10 @@ class Options(RunOptions):
         "'top-10 stable' solves on until the ten most helpful examples of every query are separated from the rest, at "
         "a confidence of 0.95 or as in 'top-10 stable at 0.99'; the result says whether they are.",
         common=True,
+        plan=False,
     )
     budget: float = option(
-        8.0, "What that may cost, as a multiple of the first round of solving.", common=True
+        8.0, "What that may cost, as a multiple of the first round of solving.", common=True, plan=False
     )
     chains: int = option(
         4, "LiSSA's independent solves: their mean is the answer, their spread the error bar.", common=True
@@ -162,16 +164,22 @@ class Options(RunOptions):
         "auto",
         "How LiSSA's batches are drawn: uniform; curvature, by how uncertain the model is of an example, which pays "
         "where it is certain of almost all; or auto, by curvature where the measured noise says that it pays.",
+        plan=False,
     )
-    method: str = option("auto", "How examples are scored: auto, directional or gradients.")
+    method: str = option("auto", "How examples are scored: auto, directional or gradients.", plan=False)
     baseline: bool = option(True, "Also compute plain gradient dot products, to compare with.", common=True)
-    shown: int = option(20, "Examples at each end of a ranking that are kept for the page.", common=True)
+    shown: int = option(
+        20, "Examples at each end of a ranking that are kept for the page.", common=True, plan=False
+    )
     stability: bool = option(
         False,
         "Measure how far scores depend on which half of the data the curvature is measured on, also where λ is given.",
+        plan=False,
     )
-    title: str = option("Which training examples are behind this?", "Of the page.", common=True)
-    checkpoint_seconds: float = option(30.0, "How often the solver's state is written to disk.", saved=False)
+    title: str = option("Which training examples are behind this?", "Of the page.", common=True, plan=False)
+    checkpoint_seconds: float = option(
+        30.0, "How often the solver's state is written to disk.", saved=False, plan=False
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

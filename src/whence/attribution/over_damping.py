@@ -28,7 +28,8 @@ class OverDamping:
         dampings: λ, falling, ``[L]``.
         scores: ``[L, queries, scored]``.
         indices: which training examples these are.
-        settled: whether the solve was long enough for this λ, ``[L]``; a smaller λ needs more products.
+        settled: whether the solve was long enough for this λ, ``[L]``: it was for its own and all larger ones, and for
+            smaller ones whose scores the last product moved no more than its own.
         chosen: the λ of the solve.
     """
 
@@ -45,11 +46,12 @@ class OverDamping:
             raise OptionError("dampings hold nothing; give at least one λ")
         for damping in dampings:
             check_damping(damping)
+        enough = max(SETTLED, shifted.unsettled(chosen))
         return cls(
             torch.tensor(dampings, dtype=torch.float64),
             torch.stack([shifted.scores(damping)[:, indices] for damping in dampings]),
             indices,
-            torch.tensor([shifted.unsettled(damping) <= SETTLED for damping in dampings]),
+            torch.tensor([d >= chosen or shifted.unsettled(d) <= enough for d in dampings]),
             chosen,
         )
 

@@ -63,7 +63,7 @@ def spectrum(given: InputOptions, options: MeasureOptions, *, json: AsJson = Fal
     "[bold]whence plan path/to/model --train train.jsonl --queries queries.jsonl --damping auto[/]\n\n"
     "[bold]whence plan path/to/model --train train.jsonl --damping-sweep --figure sweep.svg[/]",
 )
-@takes(InputOptions, Options)
+@takes(InputOptions, Options, only="plan")
 def plan(
     given: InputOptions,
     options: Options,
@@ -93,7 +93,9 @@ def plan(
     refine = choice.of("lissa").refine if options.refine is None else options.refine
     made = Plan.tuned(measured, damping, num_terms=gnh.num_terms, chains=options.chains, refine=refine)
     examples = len(gnh.terms) if shortlist is None else len(shortlist)
-    cost = forecast(gnh, made, queries=queries, examples=examples, solver=choice.best)
+    cost = forecast(
+        gnh, made, queries=queries, examples=examples, baseline=options.baseline, solver=choice.best
+    )
     sweep = None
     if damping_sweep:
         sweep = sweep_dampings(gnh, made, cost, queries=queries, refine=refine, options=options)

@@ -161,6 +161,7 @@ class Inputs:
                 self.task,
                 max_length=problem.context,
                 text_field=options.text_field if typed is None else None,
+                skip_empty=options.skip_empty and typed is None,
             )
         return self._classified(str(options.queries), getattr(self.train, "labels", None) or problem.labels)
 
@@ -259,6 +260,7 @@ class Inputs:
                 label_field=options.label_field,
                 max_length=self._length(),
                 truncate=options.truncate,
+                skip_empty=options.skip_empty,
             )
         else:
             processor = problem.directory if problem.kind == "image-classifier" else None
@@ -269,6 +271,7 @@ class Inputs:
                 labels=labels,
                 split=options.split,
                 label_field=options.label_field,
+                encoding=options.encoding,
             )
         if problem.num_labels is not None:
             found.labels.check_outputs(problem.num_labels, found.name)

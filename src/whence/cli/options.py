@@ -19,14 +19,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON o
 guarded = errors_become_messages()
 
 
-def takes(*classes: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(
+    *classes: type[Any], only: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose first arguments are instances of these dataclasses, with their fields in its signature.
 
-    Its typed errors become messages and exit codes, as those of a `guarded` command do.
+    Its typed errors become messages and exit codes, as those of a `guarded` command do. With ``only``, fields whose
+    metadata say no to this word keep their defaults, and are not in the signature.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        shared = {each.name: _parameter(cls, each) for cls in classes for each in fields(cls)}
+        shared = {
+            each.name: _parameter(cls, each)
+            for cls in classes
+            for each in fields(cls)
+            if only is None or each.metadata.get(only, True)
+        }
         signature = inspect.signature(command, eval_str=True).parameters
         own = dict(list(signature.items())[len(classes) :])
 
@@ -72,6 +80,8 @@ def _instance(cls: type[Any], given: dict[str, Any]) -> Any:
     """An instance of what was given on the command line, which is taken out of it."""
     hints, own = get_type_hints(cls), {}
     for each in fields(cls):
+        if each.name not in given:
+            continue
         value = given.pop(each.name)
         if _number_or_word(hints[each.name]):
             with contextlib.suppress(ValueError):  # a word is checked where it is used

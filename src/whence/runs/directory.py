@@ -53,7 +53,7 @@ class Run:
         self._manifest: Manifest | None = None
         self._states: dict[str, Any] = {}  # of journals, where nothing is on disk
         self._unlock: Callable[[], Any] = lambda: None
-        self._writable = True
+        self._refusal = ""  # why nothing may be written, and what to do about it
         if self.path is None:
             return
         try:
@@ -70,8 +70,9 @@ class Run:
                 f"{self.path} is not empty ({foreign[0]!r} is there) and holds no run; give a new directory"
             )
         release = _lock(self.path, may_be_read_only=not is_new)
-        self._writable = release is not None
-        if release is not None:
+        if release is None:
+            self._refusal = "it is read-only. Change its permissions, or choose another directory"
+        else:
             self._unlock = weakref.finalize(self, release)
         try:
             if Manifest.is_in(self.path):
@@ -81,7 +82,7 @@ class Run:
                 about = Content(dict(config), dict(identity), environment())
                 self._manifest = Manifest(self.path, about)
                 self._manifest.change({})
-            if self._writable:
+            if not self._refusal:
                 self._manifest.sweep()
         except BaseException:
             self._unlock()
@@ -100,7 +101,7 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         """Let others use the directory; from here on it is only read."""
-        self._writable = False
+        self._refusal = "the run was closed. Write before its `with` block ends, or open it again"
         self._unlock()
 
     def has(self, name: str) -> bool:
@@ -154,6 +155,7 @@ class Run:
         if self._manifest is None:
             return value
         manifest = self._writing(name)
+        manifest.sweep_numbers(name)
         place = manifest.place(f"{name}.{manifest.next_number()}")
         manifest.change({name: files.write_tree(place, *encode(value, cls))})
         return manifest.value(name, cls)
@@ -167,14 +169,15 @@ class Run:
         self, name: str, cls: type[T], *, seconds: float = 30.0, device: torch.device | str = "cpu"
     ) -> Journal[T]:
         """A journal of this name, for states of this class."""
+        if self._manifest is not None and not self._refusal:
+            self._manifest.sweep_numbers(name)
         place = self._states if self._manifest is None else self._manifest
-        return Journal(place, name, cls, seconds=seconds, device=device)
+        return Journal(place, name, cls, seconds=seconds, device=device, writing=self._writing)
 
     def _writing(self, name: str) -> Manifest:
-        if self._manifest is None or not self._writable:
+        if self._manifest is None or self._refusal:
             raise StorageError(
-                f"{self.path} cannot be written to (read-only, or closed), so {name!r} cannot be kept. "
-                "Change its permissions, or choose another directory"
+                f"{self.path} cannot be written to, so {name!r} cannot be kept: {self._refusal}"
             )
         return self._manifest
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -33,6 +33,7 @@ class Journal(Generic[T]):
         cls: the state's dataclass.
         seconds: between two writings.
         device: where restored vectors go.
+        writing: gives the manifest to write to, or raises `StorageError` where the run is closed or read-only.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class Journal(Generic[T]):
         *,
         seconds: float,
         device: torch.device | str,
+        writing: Callable[[str], Manifest],
     ) -> None:
-        self._place, self._name = place, name
+        self._place, self._name, self._writing = place, name, writing
         self._record: Any = make_dataclass("Record", [("items", list[str]), ("state", cls)])
         self._seconds, self._device = seconds, device
         self._written = time.monotonic()
@@ -65,11 +67,15 @@ class Journal(Generic[T]):
         return state
 
     def record(self, state: T, *, now: bool = False) -> None:
-        """Write the state down if it is time to, or at once."""
-        place = self._place
-        if isinstance(place, dict):
-            place[self._name] = state
+        """Write the state down if it is time to, or at once.
+
+        Raises:
+            StorageError: the run was closed, or its directory cannot be written to.
+        """
+        if isinstance(self._place, dict):
+            self._place[self._name] = state
             return
+        place = self._writing(self._name)
         if not (now or time.monotonic() - self._written >= self._seconds):
             return
         before = self._items
@@ -97,7 +103,7 @@ class Journal(Generic[T]):
         if isinstance(self._place, dict):
             self._place.pop(self._name, None)
         elif self._name in self._place:
-            self._place.change({}, remove=[self._name, *self._place.names(self._name + ".")])
+            self._writing(self._name).change({}, remove=[self._name, *self._place.names(self._name + ".")])
 
 
 def _appended(state: Any) -> list[ParamVector]:

@@ -42,7 +42,7 @@ Scalar = bool | int | float | str | None
 #: Raised when files change their meaning; directories of another format are refused.
 FORMAT = 4
 _NAME = re.compile(r"(?!(?:manifest|lock)$)[a-z0-9_-]+(/[a-z0-9_-]+)*(\.\d{6})?", re.ASCII)
-_NUMBERED = re.compile(r".*\.(\d{6})\.(?:json|safetensors)", re.ASCII)
+_NUMBER = re.compile(r"\.(\d{6})\.(?:json|safetensors)\Z", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Manifest:
 
     def __init__(self, path: Path, content: Content) -> None:
         self.path, self.content = path, content
-        numbers = (_NUMBERED.fullmatch(artifact.file) for artifact in content.artifacts.values())
+        numbers = (_NUMBER.search(artifact.file) for artifact in content.artifacts.values())
         self._number = max((int(number[1]) for number in numbers if number), default=0)
 
     @classmethod
@@ -198,16 +198,31 @@ class Manifest:
                     (self.path / artifact.file).unlink()
 
     def sweep(self) -> None:
-        """Delete what a killed process left: temporary files, and numbered ones that are not named."""
-        named = {self.path / artifact.file for artifact in self.content.artifacts.values()}
+        """Delete what a killed process left: temporary files, and other numbers of artifacts that are replaced."""
         for directory, below, names in os.walk(self.path):
             other_runs = [name for name in below if Path(directory, name, "manifest.json").exists()]
             below[:] = [name for name in below if name not in other_runs]
-            for path in (Path(directory, name) for name in names):
-                numbered = _NUMBERED.fullmatch(path.name) and path not in named
-                if path.name.startswith(files.TEMPORARY) or numbered:
-                    with contextlib.suppress(OSError):
-                        path.unlink()
+            for path in (Path(directory, name) for name in names if name.startswith(files.TEMPORARY)):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        for name, artifact in self.content.artifacts.items():
+            if _is_numbered(artifact.file, name):
+                with contextlib.suppress(ValueError, RunDirectoryError):  # said by whoever reads it
+                    self.sweep_numbers(name)
+
+    def sweep_numbers(self, name: str) -> None:
+        """Delete the numbered files of an artifact, or of one about to be written, that are not named."""
+        place = self.place(name)
+        named = {self.path / artifact.file for artifact in self.content.artifacts.values()}
+        with contextlib.suppress(OSError):
+            for path in place.parent.iterdir():
+                if _is_numbered(path.name, place.name) and path not in named:
+                    path.unlink()
+
+
+def _is_numbered(file: str, name: str) -> bool:
+    """Whether a file is one of those that an artifact has while it is replaced."""
+    return file.startswith(f"{name}.") and _NUMBER.fullmatch(file, len(name)) is not None
 
 
 def _other_format(path: Path, form: Any, where: str) -> RunDirectoryError:

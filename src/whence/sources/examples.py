@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,9 +14,9 @@ import torch
 from whence.errors import DataError
 from whence.exhibit import Exhibit
 from whence.sources.labels import Labels, labels_for
-from whence.sources.records import RecordIds, Records
+from whence.sources.records import RecordIds, Records, Row
 
-__all__ = ["Examples", "LabelledRows", "ListedExamples"]
+__all__ = ["Examples", "LabelledRows", "ListedExamples", "nothing_left"]
 
 
 class Examples(ABC):
@@ -141,31 +142,63 @@ class ListedExamples(Examples):
 class LabelledRows(Examples):
     """One example for each row, with a label: what texts and images for classifiers have in common.
 
+    Args:
+        records: the rows.
+        labels: the classes; by default those that the data name.
+        label_field: where the label is.
+        needed: rows that leave this field empty are left out; None for no such field.
+
     Attributes:
         labels: the classes: those given, or those that the data name.
         targets: the class of each example, by number.
+        skipped: how many rows were left out.
     """
 
-    def __init__(self, records: Records, *, labels: Labels | None, label_field: str) -> None:
+    def __init__(
+        self, records: Records, *, labels: Labels | None, label_field: str, needed: str | None = None
+    ) -> None:
         self.name, self._records, self._ids = records.name, records, RecordIds(records)
-        values = [row.value(label_field) for _, row in self._ids.read()]
+        kept = {
+            number: row.value(label_field)
+            for number, row in self._ids.read()
+            if needed is None or not row.is_empty(needed)
+        }
+        self.skipped = len(records) - len(kept)
+        if not kept:
+            raise nothing_left(self.name, self.skipped)
+        self._numbers, values = list(kept), list(kept.values())
         self.labels = labels_for(values, labels, records.class_names(label_field))
-        numbers = [self.labels.number(value) for value in values]
-        if None in numbers:
-            wrong = numbers.index(None)
-            raise self.labels.unknown(values[wrong], records[wrong].where)
-        self.targets = torch.tensor(numbers)
+        targets = [self.labels.number(value) for value in values]
+        if None in targets:
+            wrong = targets.index(None)
+            raise self.labels.unknown(values[wrong], self._row(wrong).where)
+        self.targets = torch.tensor(targets)
+
+    def _row(self, index: int) -> Row:
+        """The row of an example."""
+        return self._records[self._numbers[index]]
+
+    def _rows(self) -> Iterator[Row]:
+        """The rows of all examples, in one pass."""
+        kept = set(self._numbers)
+        return (row for number, row in enumerate(self._records) if number in kept)
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def id(self, index: int) -> str:
-        return self._ids[self._checked(index)]
+        return self._ids[self._numbers[self._checked(index)]]
 
     def find(self, id: str) -> tuple[int, ...]:
         number = self._ids.find(id)
-        return () if number is None else (number,)
+        index = len(self) if number is None else bisect_left(self._numbers, number)
+        return (index,) if index < len(self) and self._numbers[index] == number else ()
 
     def label(self, index: int) -> str:
         """The example's class, in words."""
         return self.labels.names[int(self.targets[index])]
+
+
+def nothing_left(name: str, skipped: int) -> DataError:
+    """What to raise where all rows were left out."""
+    return DataError(f"no row of {name} has text; all {skipped} were left out")

@@ -40,6 +40,7 @@ def open_images(
     labels: Labels | None = None,
     split: str | None = None,
     label_field: str = "label",
+    encoding: str = "utf-8",
 ) -> Images:
     """Images by what ``source`` is: a folder with class sub-folders, records, or a path that `open_records` reads.
 
@@ -52,6 +53,7 @@ def open_images(
             the format stores, or the sorted labels in the data. A ``labels.json`` in the folder is read.
         split: of a saved ``DatasetDict``.
         label_field: of rows: where the label is. The image is in ``image`` or ``img``.
+        encoding: of rows in text files.
     """
     if mode not in (None, "RGB", "L"):
         raise OptionError(f"images cannot be converted to {mode!r}; use RGB or L")
@@ -65,7 +67,7 @@ def open_images(
         records, labels = _folder(existing_path(source), labels)
         label_field = "label"
     else:
-        records = open_records(source, split=split)
+        records = open_records(source, split=split, encoding=encoding)
         place = Path(source).expanduser()
         root = place if place.is_dir() else place.parent
     return Images(records, label_field, labels=labels, transform=function, mode=mode, root=root)
@@ -103,7 +105,7 @@ class Images(LabelledRows):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         index = self._checked(index)
-        row = self._records[index]
+        row = self._row(index)
         image = self._open(row)
         if self._mode is not None:
             image = image.convert(self._mode)
@@ -131,7 +133,7 @@ class Images(LabelledRows):
 
     def exhibit(self, index: int) -> Exhibit:
         index = self._checked(index)
-        row = self._records[index]
+        row = self._row(index)
         image = _thumbnail(self._open(row))
         return Exhibit(id=self.id(index), image=image, label=self.label(index), link=row.link)
 

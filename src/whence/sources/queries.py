@@ -8,7 +8,7 @@ import numpy as np
 
 from whence.errors import DataError
 from whence.exhibit import Exhibit
-from whence.sources.examples import ListedExamples
+from whence.sources.examples import ListedExamples, nothing_left
 from whence.sources.records import RecordIds, Records
 from whence.sources.text import DocumentReader
 from whence.sources.tokenizers import Encoded, encode
@@ -24,6 +24,7 @@ def language_queries(
     *,
     max_length: int | None = None,
     text_field: str | None = None,
+    skip_empty: bool = False,
 ) -> ListedExamples:
     """Queries from rows with ``prompt`` and ``completion``, with ``text``, or with ``messages``.
 
@@ -36,10 +37,13 @@ def language_queries(
         task: makes the examples.
         max_length: tokens of a query at most: the model's context.
         text_field: the field that holds a text query; by default ``text``.
+        skip_empty: leave out rows without text instead of refusing them.
     """
     reader, ids = DocumentReader(records, tokenizer, text_field), RecordIds(records)
     examples, exhibits = [], []
     for number, row in ids.read():
+        if skip_empty and not reader.has_text(row):
+            continue
         document = reader.read(row)
         whole = document.predicted is None
         boundary = document.predicted[-1][0] if document.predicted else 0  # where the completion starts
@@ -70,6 +74,8 @@ def language_queries(
                 link=row.link,
             )
         )
+    if not examples:
+        raise nothing_left(records.name, len(records))
     return ListedExamples(examples, name=records.name, exhibits=exhibits)
 
 

@@ -61,6 +61,11 @@ class Row:
             ) from error
         return value
 
+    def is_empty(self, name: str) -> bool:
+        """Whether a field is missing, or holds nothing but white space."""
+        value = self.fields.get(name)
+        return not (value.strip() if isinstance(value, str) else value)
+
     @property
     def id(self) -> str | None:
         """What its field ``id`` says; None where there is none."""

@@ -15,7 +15,7 @@ import torch
 
 from whence.errors import DataError, OptionError
 from whence.exhibit import Exhibit
-from whence.sources.examples import Examples, LabelledRows
+from whence.sources.examples import Examples, LabelledRows, nothing_left
 from whence.sources.files import refusing
 from whence.sources.labels import Labels
 from whence.sources.records import RecordIds, Records, Row, shown
@@ -63,8 +63,7 @@ class DocumentReader:
     def has_text(self, row: Row) -> bool:
         """Whether the row holds anything to learn from."""
         fields = {"text": self._text_field, "pair": "completion", "messages": "messages"}
-        value = row.fields.get(fields[self.layout])
-        return value is not None and bool(value.strip() if isinstance(value, str) else value)
+        return not row.is_empty(fields[self.layout])
 
     def read(self, row: Row) -> Document:
         """The row's document, or a `DataError` that names the row and field."""
@@ -197,9 +196,7 @@ class Passages(Examples):
                 chars.extend([int(encoded.ends[first - 1]) if first else 0, int(encoded.ends[last - 1])])
                 rows.append(number)
         if not rows:
-            raise DataError(
-                f"no row of {records.name} has text to learn from; all {self.skipped} were left out"
-            )
+            raise nothing_left(self.name, self.skipped)
         self._chars = np.frombuffer(chars, np.int64).reshape(-1, 2)
         self._rows = np.frombuffer(rows, np.int64)
         self._shown: tuple[int, Encoded] | None = None  # the row shown last: its other passages may follow
@@ -315,6 +312,7 @@ class ClassifiedTexts(LabelledRows):
         text_field, label_field: where the text and the label are.
         max_length: tokens of a text at most: the model's context.
         truncate: cut longer texts instead of refusing them.
+        skip_empty: leave out rows without text instead of refusing them; their number is ``skipped``.
     """
 
     def __init__(
@@ -327,22 +325,27 @@ class ClassifiedTexts(LabelledRows):
         label_field: str = "label",
         max_length: int | None = None,
         truncate: bool = False,
+        skip_empty: bool = False,
     ) -> None:
-        super().__init__(records, labels=labels, label_field=label_field)
+        needed = text_field if skip_empty else None
+        super().__init__(records, labels=labels, label_field=label_field, needed=needed)
         self._tokenizer, self._text_field = tokenizer, text_field
+        self._max_length, self._truncate = max_length, truncate
         self._tokens = _Lists("i")
-        for row in records:
-            text = row.text(text_field)
-            ids: Any = encode(tokenizer, [text])[0].ids
-            if max_length is not None and len(ids) > max_length:
-                if not truncate:
-                    raise DataError(
-                        f"{row.where} is {len(ids)} tokens long, the limit is {max_length}; shorten it, or "
-                        "allow cutting such rows (--truncate)"
-                    )
-                # Let the tokenizer cut, so that the tokens it adds at the end stay.
-                ids = tokenizer(text, truncation=True, max_length=max_length, verbose=False)["input_ids"]
-            self._tokens.append(np.asarray(ids))
+        for row in self._rows():
+            self._tokens.append(self._encoded(row).ids)
+
+    def _encoded(self, row: Row) -> Encoded:
+        """What the model sees of a row."""
+        encoded, limit = encode(self._tokenizer, [row.text(self._text_field)])[0], self._max_length
+        if limit is None or len(encoded.ids) <= limit:
+            return encoded
+        if not self._truncate:
+            raise DataError(
+                f"{row.where} is {len(encoded.ids)} tokens long, the limit is {limit}; shorten it, or allow cutting "
+                "such rows (--truncate)"
+            )
+        return encoded.cut(limit, side=getattr(self._tokenizer, "truncation_side", "right"))
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         index = self._checked(index)
@@ -350,16 +353,18 @@ class ClassifiedTexts(LabelledRows):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": self.targets[index]}
 
     def texts(self) -> Iterator[str]:
-        return (row.text(self._text_field) for row in self._records)
+        if not self._truncate:  # then all are whole
+            return (row.text(self._text_field) for row in self._rows())
+        return (self._encoded(row).text for row in self._rows())
 
     def exhibit(self, index: int) -> Exhibit:
         index = self._checked(index)
-        row = self._records[index]
-        text = row.text(self._text_field)
+        row = self._row(index)
+        encoded = self._encoded(row)
         return Exhibit(
             id=self.id(index),
-            text=text,
-            tokens=encode(self._tokenizer, [text])[0].pieces(0, len(self._tokens[index])),
+            text=encoded.text,
+            tokens=encoded.pieces(),
             label=self.label(index),
             link=row.link,
         )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from whence.errors import ModelError
+from whence.errors import ModelError, OptionError
 from whence.libraries import load_library
 from whence.sources.files import refusing
 
@@ -126,6 +126,28 @@ class Encoded:
             next(names) if self.added[i] else self.text[max(int(befores[i]), within) : int(self.ends[i])]
             for i in range(start, stop)
         )
+
+    def cut(self, length: int, *, side: str = "right") -> Encoded:
+        """As many of the text's tokens as fit between the added ones, and their part of the text.
+
+        Args:
+            length: tokens of the result, with the added ones.
+            side: where tokens are dropped, ``right`` or ``left``: a tokenizer's ``truncation_side``.
+        """
+        own = np.flatnonzero(~self.added)
+        room = length - int(self.added.sum())
+        if room < 1:
+            raise OptionError(
+                f"a limit of {length} tokens leaves no room for text: the tokenizer adds {length - room} of its own; "
+                "raise the limit (--max-length)"
+            )
+        own = own[-room:] if side == "left" else own[:room]
+        kept = np.union1d(own, np.flatnonzero(self.added))
+        before = int(self.ends[own[0] - 1]) if own[0] else 0
+        # Bytes of one character may be parted by the cut; it is shown whole.
+        first, last = min(before, int(self.starts[own[0]])), int(self.ends[own[-1]])
+        starts, ends = (np.clip(places[kept] - first, 0, last - first) for places in (self.starts, self.ends))
+        return Encoded(self.text[first:last], self.ids[kept], starts, ends, self.added[kept], self.names)
 
 
 def encode(tokenizer: Any, texts: Sequence[str], *, special: bool = True) -> list[Encoded]:

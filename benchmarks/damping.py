@@ -1,0 +1,264 @@
+"""How much damping is right? Agreement with retraining over λ, on all works, and of what `damping="auto"` takes.
+
+    python -m benchmarks.damping [NAME …]      measures what is missing, then shows the table and draws the curves
+
+For every work: the linear datamodeling score over a grid of λ with no metric, with that of the gradients' second moment
+measured at θ, and with that of the optimizer; how two halves of the data agree over λ; and what `attribute` finds with
+and without the training's recipe. The constants of `whence.attribution.damping` are then chosen anew with each work
+left out, and the work is judged with those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import replace
+from time import process_time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.timing import RESULTS, environment, report
+from benchmarks.truth import truth
+from benchmarks.works import WORKS, Trained, Work, work
+from whence import ConjugateGradient, Damped, GaussNewton, attribute, linear_datamodeling_score
+from whence.attribution import damping as rule
+from whence.attribution.stability import measure_stability
+from whence.model.second_moment import floored, root_second_moment
+from whence.solvers.shifted import Shifted
+from whence.training import Training
+from whence.validation import Outcomes
+
+DIRECTORY = RESULTS / "damping"
+SEED = 1000
+#: Queries that language models are asked: a product's cost is theirs.
+FEWER = {"llama": 8}
+#: λ in units of a part of λmax, and of 1/τ or √v.
+KAPPAS = [float(k) for k in np.logspace(-0.5, 3.5, 17)]
+TIMES = [float(c) for c in np.logspace(-1, 2.5, 15)]
+
+
+def measure(of: Work) -> dict[str, Any]:
+    """Everything about one work."""
+    train, asked = of.train_set(), of.asked()[: FEWER.get(of.name)]
+    trained = of.fit(range(len(train)), SEED)
+    whole = truth(of)
+    outcomes = Outcomes(whole.losses[:, :, : len(asked)], whole.subsets, whole.seeds)
+    gnh = GaussNewton(trained.model, of.task, train)
+    recipe = recipe_of(trained)
+    found: dict[str, Any] = {
+        "name": of.name,
+        "about": of.about,
+        "examples": len(train),
+        "queries": len(asked),
+    }
+    found["parameters"], found["time"], found["adaptive"] = gnh.num_parameters, recipe.time, recipe.adaptive
+    top, shifted = solved(gnh, asked, 1 / KAPPAS[-1], relative=True)
+    found["lambda_max"] = top
+    found["dot product"] = lds(shifted.scores(1e12 * top), outcomes)
+    found["scalar"] = {"kappa": KAPPAS, "lds": curve(shifted, [top / k for k in KAPPAS], outcomes)}
+    metric = root_second_moment(gnh, generator=torch.Generator().manual_seed(0))
+    measured = gnh.in_metric(metric)
+    _, shifted = solved(measured, asked, TIMES[0])
+    stability = measure_stability(
+        measured,
+        measured.gradients(asked),
+        torch.tensor(TIMES, dtype=torch.float64),
+        generator=torch.Generator().manual_seed(1),
+    )
+    found["measured"] = {
+        "damping": TIMES,
+        "lds": curve(shifted, TIMES, outcomes),
+        "agreement": stability.agreement.tolist(),
+    }
+    if recipe.root_moment is not None:
+        own = gnh.in_metric(floored(recipe.root_moment))
+        _, shifted = solved(own, asked, TIMES[0] / recipe.time)
+        dampings = [c / recipe.time for c in TIMES]
+        found["optimizer"] = {"times": TIMES, "lds": curve(shifted, dampings, outcomes)}
+    for name, training in (("without", None), ("with", recipe)):
+        begun = process_time()
+        result = attribute(trained.model, train, asked, task=of.task, training=training, baseline=False)
+        found[name] = {
+            "damping": result.solve.plan.damping,
+            "words": result.solve.damping_words,
+            "cpu_seconds": process_time() - begun,
+            **score(result.scores, outcomes),
+        }
+    return found
+
+
+def recipe_of(trained: Trained) -> Training:
+    """What is known of a work's training; its rates to the step."""
+    group = trained.optimizer.param_groups[0]
+    rate, steps = sum(trained.rates) / len(trained.rates), len(trained.rates)
+    if "betas" in group:
+        return replace(Training.read(trained.optimizer, trained.model), rate=rate, steps=steps)
+    return Training(rate, steps, momentum=group["momentum"], weight_decay=group["weight_decay"])
+
+
+def solved(
+    gnh: GaussNewton, asked: list[Any], damping: float, *, relative: bool = False
+) -> tuple[float, Shifted]:
+    """λmax and scores for all λ, from a solve at the smallest."""
+    gradients, top = gnh.gradients(asked), 1.0
+    if relative:
+        first = ConjugateGradient(tolerance=0.5, keep_slopes=True, max_iterations=6, verify=False)
+        early = first.solve(Damped(gnh, 1.0), gradients, generator=torch.Generator()).stats.shifted
+        assert early is not None
+        top = float(torch.linalg.eigvalsh(early.T)[-1])
+    solver = ConjugateGradient(score_error=0.1, keep_slopes=True, verify=False, max_iterations=40)
+    found = solver.solve(Damped(gnh, damping * top), gradients, generator=torch.Generator()).stats.shifted
+    assert found is not None
+    return top, found
+
+
+def curve(shifted: Shifted, dampings: list[float], outcomes: Outcomes) -> list[float]:
+    return [lds(shifted.scores(damping), outcomes) for damping in dampings]
+
+
+def lds(scores: Tensor, outcomes: Outcomes) -> float:
+    return score(scores, outcomes)["lds"]
+
+
+def score(scores: Tensor, outcomes: Outcomes) -> dict[str, float]:
+    found = linear_datamodeling_score(
+        scores, outcomes, generator=torch.Generator().manual_seed(0), bootstrap=200
+    )
+    return {"lds": found.value, "low": found.low, "high": found.high}
+
+
+# --- the rule, with other constants ----------------------------------------------------------------------------
+
+
+def best(row: dict[str, Any]) -> float:
+    """The best λ of all grids."""
+    return max(max(row[name]["lds"]) for name in ("scalar", "measured", "optimizer") if name in row)
+
+
+def without_recipe(row: dict[str, Any], guess: float, agreement: float) -> float:
+    """The LDS that the rule with these constants would have had."""
+    x, curve_ = np.log(row["measured"]["damping"]), row["measured"]
+    fine = np.linspace(x[0], x[-1], 500)
+    allowed = (fine >= math.log(guess)) & (np.interp(fine, x, curve_["agreement"]) >= agreement)
+    at = fine[allowed][0] if allowed.any() else fine[-1]
+    return float(np.interp(at, x, curve_["lds"]))
+
+
+def with_recipe(row: dict[str, Any], constant: float) -> float:
+    if "optimizer" in row:
+        return float(np.interp(math.log(constant), np.log(TIMES), row["optimizer"]["lds"]))
+    kappa = row["lambda_max"] * row["time"] / constant
+    return float(np.interp(math.log(kappa), np.log(KAPPAS), row["scalar"]["lds"]))
+
+
+GUESSES = [
+    (guess, agreement)
+    for guess in (2, 3, 4, 5, 6, 8, 10, 14)
+    for agreement in (0.0, 0.7, 0.75, 0.8, 0.85, 0.9)
+]
+CONSTANTS = [(c,) for c in (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 14)]
+
+
+def left_out(rows: list[dict[str, Any]], judge: Any, choices: list[Any]) -> dict[str, tuple[Any, float]]:
+    """For every work, the constants that are best on all others (least squared loss of LDS), and its LDS with them."""
+    lost = {c: {row["name"]: best(row) - judge(row, *c) for row in rows} for c in choices}
+    found = {}
+    for row in rows:
+        others = {c: sum(v**2 for name, v in lost[c].items() if name != row["name"]) for c in choices}
+        chosen = min(choices, key=lambda c: others[c])
+        found[row["name"]] = (chosen, judge(row, *chosen))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.damping", description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(WORKS)}; all by default")
+    parser.add_argument("--show", action="store_true", help="what is there, measuring nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    for name in [] if options.show else options.names or WORKS:
+        path = DIRECTORY / f"{name}.json"
+        if not path.exists():
+            found = {"environment": environment(), **measure(work(name))}
+            path.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"{name}: written", flush=True)
+    rows = [json.loads(p.read_text()) for name in WORKS if (p := DIRECTORY / f"{name}.json").exists()]
+    show(rows)
+    draw(rows)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    guesses = left_out(rows, without_recipe, GUESSES)
+    recipes = left_out(rows, with_recipe, CONSTANTS)
+    report(
+        f"LDS: λ = {rule.GUESS:g}, agreement {rule.AGREEMENT:g} without the recipe, {rule.RECIPE:g}/τ with it",
+        ("", "dot product", "λmax/200", "best λ", "auto", "left out", "auto, recipe", "left out"),
+        [
+            (
+                row["name"],
+                f"{row['dot product']:.3f}",
+                f"{float(np.interp(math.log(200), np.log(KAPPAS), row['scalar']['lds'])):.3f}",
+                f"{best(row):.3f}",
+                f"{row['without']['lds']:.3f}",
+                f"{guesses[row['name']][1]:.3f} {guesses[row['name']][0]}",
+                f"{row['with']['lds']:.3f}",
+                f"{recipes[row['name']][1]:.3f} {recipes[row['name']][0]}",
+            )
+            for row in rows
+        ],
+    )
+    for name, found, limit in (("without", guesses, 0.04), ("with", recipes, 0.02)):
+        near = sum(best(row) - row[name]["lds"] <= limit for row in rows)
+        out = sum(best(row) - found[row["name"]][1] <= limit for row in rows)
+        above = sum(row[name]["lds"] >= row["dot product"] for row in rows)
+        print(
+            f"{name} the recipe: within {limit} of the best λ on {near} of {len(rows)} works, {out} with each left "
+            f"out; at least the dot product on {above}"
+        )
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    """LDS over λ, a panel for each work."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    columns = 4
+    figure, axes = plt.subplots(
+        -(-len(rows) // columns), columns, figsize=(14, 2.7 * -(-len(rows) // columns)), squeeze=False
+    )
+    for axis in axes.flat[len(rows) :]:
+        axis.set_axis_off()
+    for axis, row in zip(axes.flat, rows, strict=False):
+        first = row["measured"]["damping"]
+        axis.semilogx(first, row["measured"]["lds"], "o-", ms=3, label="in the gradients' second moment")
+        if "optimizer" in row:
+            axis.semilogx(
+                [c / row["time"] for c in TIMES],
+                row["optimizer"]["lds"],
+                "s-",
+                ms=3,
+                label="in the optimizer's",
+            )
+        axis.axvline(row["without"]["damping"], color="C0", lw=1, ls=":")
+        axis.axhline(max(row["scalar"]["lds"]), color="0.4", lw=1, ls="--", label="best λ without a metric")
+        axis.axhline(row["dot product"], color="0.7", lw=1, label="gradient dot product")
+        axis.set_title(row["about"], fontsize=8)
+        axis.tick_params(labelsize=7)
+    axes[0, 0].legend(fontsize=6)
+    figure.supxlabel("λ (dotted: what damping='auto' takes)", fontsize=9)
+    figure.supylabel("LDS", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "damping.png", dpi=110)
+    figure.savefig(RESULTS / "damping.svg")
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
