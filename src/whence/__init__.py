@@ -27,6 +27,7 @@ from whence.solvers import Certificate, ConjugateGradient, Lissa, Solution, Solv
 from whence.solvers.plan import Plan
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum, lanczos, sketch
 from whence.tasks import Classification, ConvexLoss, LanguageModeling, Regression, Task
+from whence.training import Training
 from whence.validation import linear_datamodeling_score, pbrf, validate
 from whence.vectors import ParamVector
 
@@ -56,6 +57,7 @@ __all__ = [
     "Spectrum",
     "Statistics",
     "Task",
+    "Training",
     "attribute",
     "clean",
     "errors",

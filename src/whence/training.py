@@ -1,9 +1,8 @@
 """`Training`: how a model came to be, which tells how much damping is right.
 
 Training for a time τ = Σ rates moves a parameter against a curvature μ as far as ``(1 - e^(-τμ))/μ`` lets it, and
-``1/(μ + λ)`` with λ of about 1/τ is that filter to within a few percent. Adam divides each coordinate's rate by √v̂, so
-that for it the damping is ``λ √v̂``: diagonal, in the optimizer's own geometry. docs/math.md, "Damping from the training
-recipe".
+``1/(μ + λ)`` with λ of about 1/τ is that filter to within 30%. Adam divides each coordinate's rate by √v̂, so that for
+it the damping is ``λ √v̂``: diagonal, in the optimizer's own geometry. docs/math.md, "Damping from the training recipe".
 """
 
 from __future__ import annotations

@@ -1,0 +1,208 @@
+"""Damping that finds itself: the metric, λ, other λ from the same solve, halves of the data."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import whence
+from dense import dense_gauss_newton
+from whence import Classification, GaussNewton, ParamVector, attribute, load, validate
+from whence.attribution.damping import AGREEMENT, GUESS, RECIPE
+from whence.attribution.stability import Stability, measure_stability
+from whence.errors import OptionError
+from whence.model.second_moment import BATCH, floored, root_second_moment
+
+TASK = Classification()
+
+
+@cache
+def problem() -> tuple[nn.Module, list[Any], torch.optim.Optimizer]:
+    """A small network, trained on real digits by Adam."""
+    from whence.demo.digits import load_digits_with_flipped_labels
+
+    torch.manual_seed(0)
+    data = load_digits_with_flipped_labels().train
+    train = [(x[::4].double(), y) for x, y in (data[i] for i in range(160))]
+    model = nn.Sequential(nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 10)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    x, y = torch.stack([x for x, _ in train]), torch.stack([y for _, y in train])
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model.eval(), train, optimizer
+
+
+def exact(damping: float, metric: ParamVector | None) -> torch.Tensor:
+    model, train, _ = problem()
+    gnh = GaussNewton(model, TASK, train)
+    dense = dense_gauss_newton(gnh)
+    D = torch.ones(len(dense.matrix), dtype=torch.float64) if metric is None else dense.flatten(metric)
+    gradients = dense.flatten(gnh.gradients(train))
+    return gradients[:3] @ torch.linalg.solve(dense.matrix + damping * torch.diag(D), gradients.T)
+
+
+def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    return min(float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in zip(one, other, strict=True))
+
+
+def test_the_second_moment_is_that_of_batches() -> None:
+    model, train, _ = problem()
+    gnh = GaussNewton(model, TASK, train)
+    found = root_second_moment(gnh, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    squares = []
+    for positions in order.split(BATCH):
+        x, y = torch.stack([train[i][0] for i in positions]), torch.stack([train[i][1] for i in positions])
+        loss = nn.functional.cross_entropy(model(x), y)
+        squares.append(torch.autograd.grad(loss, model[0].weight)[0].square())  # type: ignore[index]
+    expected = torch.stack(squares).mean(0).sqrt()
+    torch.testing.assert_close(found["0.weight"], expected.clamp_min(float(found["0.weight"].min())))
+    assert float(found["0.weight"].min()) < 0.01 * float(
+        expected.max()
+    )  # pixels that are always dark have the floor
+
+
+def test_a_parameter_that_nothing_moves_has_a_floor() -> None:
+    metric = floored(ParamVector({"x": torch.tensor([0.0, 3.0, 4.0, 0.0])}))
+    assert float(metric["x"].min()) == pytest.approx(1e-3 * 2.5)
+
+
+def test_with_the_optimizer_scores_are_those_of_its_metric() -> None:
+    model, train, optimizer = problem()
+    result = attribute(model, train, train[:3], task=TASK, training=optimizer, accuracy=0.9999, solver="cg")
+    assert result.solve.plan.damping == pytest.approx(RECIPE / (0.02 * 60))
+    metric = whence.Training.read(optimizer, model).root_moment
+    assert metric is not None
+    assert correlation(result.scores, exact(result.solve.plan.damping, floored(metric))) > 0.999
+
+
+def test_without_it_scores_are_those_of_the_measured_metric() -> None:
+    model, train, _ = problem()
+    result = attribute(model, train, train[:3], task=TASK, accuracy=0.9999, solver="cg")
+    gnh = GaussNewton(model, TASK, train)
+    metric = root_second_moment(gnh, generator=whence.Options().generator(5))
+    assert result.solve.plan.damping >= GUESS * (1 - 1e-9)
+    assert result.solve.in_metric
+    assert correlation(result.scores, exact(result.solve.plan.damping, metric)) > 0.999
+
+
+def test_plain_dot_products_stay_plain() -> None:
+    model, train, _ = problem()
+    result = attribute(model, train, train[:3], task=TASK)
+    gnh = GaussNewton(model, TASK, train)
+    gradients = gnh.gradients(train)
+    torch.testing.assert_close(
+        result.gradient_dot_products,
+        gradients.part(0, 3).gram(gradients),
+        rtol=1e-4,
+        atol=1e-6,
+        check_dtype=False,
+    )
+
+
+def test_a_given_damping_has_no_metric() -> None:
+    model, train, _ = problem()
+    result = attribute(model, train, train[:3], task=TASK, damping=0.1, accuracy=0.9999, solver="cg")
+    assert not result.solve.in_metric
+    assert result.stability is None
+    assert result.data_stderr is None
+    assert correlation(result.scores, exact(0.1, None)) > 0.999
+
+
+def test_where_halves_disagree_more_damping_is_taken() -> None:
+    rising = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
+    found = Stability(rising, torch.tensor([0.2, 0.6, 0.9, 0.99]), torch.ones(4, 3))
+    assert 2 < found.damping_for(AGREEMENT) < 4
+    assert found.damping_for(0.1) == 1.0
+    assert found.damping_for(0.999) == 8.0
+    # what agrees again after it did not is not trusted
+    uneven = Stability(rising, torch.tensor([0.9, 0.5, 0.9, 0.99]), torch.ones(4, 3))
+    assert uneven.damping_for(0.8) > 2
+
+
+def test_halves_agree_as_dense_solves_on_them_do() -> None:
+    model, train, _ = problem()
+    gnh = GaussNewton(model, TASK, train)
+    dampings = torch.tensor([0.02, 0.2, 2.0], dtype=torch.float64)
+    rhs = gnh.gradients(train[:4])
+    found = measure_stability(gnh, rhs, dampings, generator=torch.Generator().manual_seed(3))
+    random = torch.Generator().manual_seed(3)
+    signs = torch.randint(0, 2, (4, 4), generator=random).double() * 2 - 1
+    order = torch.randperm(len(train), generator=random)
+    gradients = dense_gauss_newton(gnh).flatten(gnh.gradients(train))
+    mixed = (signs.T / gradients[:4].norm(dim=1)) @ gradients[:4]
+    halves = []
+    for half in (order[:80], order[80:]):
+        matrix = dense_gauss_newton(GaussNewton(model, TASK, [train[i] for i in half])).matrix
+        halves.append(
+            [mixed @ torch.linalg.solve(matrix + d * torch.eye(len(matrix)), gradients.T) for d in dampings]
+        )
+    for k, (one, other) in enumerate(zip(*halves, strict=True)):
+        pairs = [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in zip(one, other, strict=True)]
+        assert float(found.agreement[k]) == pytest.approx(sum(pairs) / 4, abs=0.02)
+    assert bool((found.agreement.diff() > 0).all())
+
+
+def test_the_error_of_halves_covers_a_fresh_half() -> None:
+    model, train, _ = problem()
+    result = attribute(model, train, train[:6], task=TASK, damping=0.2, stability=True, accuracy=0.999)
+    gradients = dense_gauss_newton(GaussNewton(model, TASK, train)).flatten(
+        GaussNewton(model, TASK, train).gradients(train)
+    )
+    inside = []
+    for seed in range(6):
+        half = torch.randperm(len(train), generator=torch.Generator().manual_seed(100 + seed))[:80]
+        matrix = dense_gauss_newton(GaussNewton(model, TASK, [train[i] for i in half])).matrix
+        fresh = gradients[:6] @ torch.linalg.solve(matrix + 0.2 * torch.eye(len(matrix)), gradients.T)
+        assert result.data_stderr is not None
+        inside.append((fresh - result.scores).abs() <= 2.13 * result.data_stderr)  # 90% of Student's t with 4
+    assert 0.75 <= float(torch.stack(inside).double().mean()) <= 0.99
+
+
+def test_over_damping_has_the_scores_of_other_solves() -> None:
+    model, train, _ = problem()
+    result = attribute(model, train, train[:3], task=TASK, damping=0.05, accuracy=0.9999, solver="cg")
+    over = result.over_damping([0.8, 0.05])
+    assert correlation(over.scores[0], exact(0.8, None)) > 0.999
+    assert correlation(over.scores[1], result.scores) > 0.9999
+    assert over.settled.tolist() == [True, True]
+    assert over.top(1)[1, :, 0].tolist() == result.scores.argmax(1).tolist()
+    assert over.shared()[1].tolist() == [1.0, 1.0, 1.0]
+    assert "top ten" in over.words()
+
+
+def test_over_damping_without_slopes_says_why() -> None:
+    model, train, _ = problem()
+    result = attribute(model, train, train[:1], task=TASK, damping=1.0, solver="lissa", chains=2)
+    with pytest.raises(OptionError, match="conjugate gradients do"):
+        result.over_damping()
+
+
+def test_a_run_keeps_its_metric_and_another_training_is_another_run(tmp_path: Path) -> None:
+    model, train, optimizer = problem()
+    first = attribute(model, train, train[:2], task=TASK, training=optimizer, run_dir=tmp_path)
+    again = load(tmp_path)
+    torch.testing.assert_close(first.scores, again.scores)
+    assert again.solve.damping_words == first.solve.damping_words
+    found = validate(model, train, train[:2], again, task=TASK, points=1, directory=tmp_path)
+    assert found["fine-tuning"].verdict == "trust"
+    with pytest.raises(whence.errors.RunDirectoryError, match="training"):
+        attribute(model, train, train[:2], task=TASK, run_dir=tmp_path)
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    model, train, _ = problem()
+    partly = torch.optim.Adam(model[0].parameters())  # type: ignore[index]
+    for p in model[0].parameters():  # type: ignore[index]
+        p.grad = torch.ones_like(p)
+    partly.step = lambda: None  # type: ignore[method-assign,assignment]
+    partly.state[model[0].weight] = {"step": 1, "exp_avg_sq": torch.ones_like(model[0].weight)}  # type: ignore[index]
+    with pytest.raises(OptionError, match="did not train them"):
+        attribute(model, train, train[:1], task=TASK, training=partly)
