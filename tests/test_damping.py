@@ -116,6 +116,24 @@ def test_a_given_damping_has_no_metric() -> None:
     assert correlation(result.scores, exact(0.1, None)) > 0.999
 
 
+def test_a_part_of_auto_is_in_the_same_metric() -> None:
+    model, train, optimizer = problem()
+    for training in (None, optimizer):
+        whole = attribute(model, train, train[:3], task=TASK, training=training, solver="cg")
+        part = attribute(
+            model, train, train[:3], task=TASK, training=training, solver="cg", damping="auto/16"
+        )
+        assert part.solve.plan.damping == pytest.approx(whole.solve.plan.damping / 16)
+        assert part.solve.in_metric
+        assert part.stability is None  # it was measured for larger λ
+        assert "Divided by 16" in part.solve.damping_words
+        again = part.over_damping([whole.solve.plan.damping]).scores[0]
+        assert correlation(again, whole.scores) > 0.99
+    asked = attribute(model, train, train[:3], task=TASK, damping="auto/16", stability=True)
+    assert asked.stability is not None
+    assert float(asked.stability.dampings[0]) == pytest.approx(asked.solve.plan.damping)
+
+
 def test_where_halves_disagree_more_damping_is_taken() -> None:
     rising = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
     found = Stability(rising, torch.tensor([0.2, 0.6, 0.9, 0.99]), torch.ones(4, 3))

@@ -90,7 +90,7 @@ class RunOptions(MeasureOptions):
     damping: float | str = option(
         "auto",
         "λ, or 'auto': found from the training where that is given, else from model and data (docs/solvers.md); "
-        "a part of λmax is written 'lambda_max/200'.",
+        "a part of that is written 'auto/4', one of λmax 'lambda_max/200'.",
         common=True,
     )
     part_size: int | None = option(

@@ -8,6 +8,8 @@ of gradients measured at the parameters as they are; and more than that where sc
 of the data H is measured on: λ is raised until the scores by two halves agree to 0.85
 (`whence.attribution.stability`).
 
+``damping="auto/4"`` is a quarter of that λ, in the same metric: what `whence.tune` finds can be given so.
+
 The three numbers are from ``python -m benchmarks.damping``: twelve works, each left out in turn.
 """
 
@@ -27,7 +29,7 @@ from whence.model.gauss_newton import GaussNewton
 from whence.model.second_moment import floored, root_second_moment
 from whence.options import Options, RunOptions
 from whence.runs import Run, holds, read
-from whence.solvers.plan import resolve_damping
+from whence.solvers.plan import part_of_auto, resolve_damping
 from whence.spectrum import Spectrum
 from whence.training import Training
 from whence.vectors import ParamVector
@@ -77,7 +79,7 @@ def metric_of(gnh: GaussNewton, training: Training | None, options: RunOptions) 
     """The diagonal of D; None for the identity: where λ is given without a training, and for SGD."""
     if training is not None and training.root_moment is not None:
         return floored(_selected(training.root_moment, gnh))
-    adaptive = options.damping == "auto" if training is None else training.adaptive
+    adaptive = part_of_auto(options.damping) is not None if training is None else training.adaptive
     return root_second_moment(gnh, generator=options.generator(5)) if adaptive else None
 
 
@@ -132,34 +134,48 @@ def weigh(run: Run, job: Job, gradients: ParamVector, spectrum: Spectrum) -> Wei
         return Weighed(job.own_plan.damping, "λ is that of the solver's plan.", None)
 
     def compute() -> Weighed:
-        least, words = first_damping(job.options.damping, job.training, spectrum)
-        searched = job.options.damping == "auto" and job.training is None
-        if not (searched or job.options.stability):
-            return Weighed(least, words, None)
-        grid = least * torch.logspace(0, _GRID - 1, _GRID, base=_STEP, dtype=torch.float64)
-        stability = measure_stability(job.gnh, gradients, grid, generator=job.options.generator(6))
-        found = stability.damping_for(AGREEMENT) if searched else least
-        if found > least:
+        part = part_of_auto(job.options.damping)
+        least, words = first_damping(job.options.damping if part is None else "auto", job.training, spectrum)
+        found, stability = least, None
+        if part is not None and job.training is None:
+            stability = stable_from(least)
+            found = stability.damping_for(AGREEMENT)
+        if stability is not None and found > least:
             words += (
                 f" There, scores by two halves of the data agree to {float(stability.agreement[0]):.2f} only, so it "
                 f"was raised {found / least:.3g} times, to where they agree to {AGREEMENT:g}."
             )
+        found, words = _divided(found, words, part)
+        if found < 0.99 * least:
+            stability = None  # which says nothing of a λ below its own
+        if stability is None and job.options.stability:
+            stability = stable_from(found)
         return Weighed(found, words, stability)
+
+    def stable_from(damping: float) -> Stability:
+        grid = damping * torch.logspace(0, _GRID - 1, _GRID, base=_STEP, dtype=torch.float64)
+        return measure_stability(job.gnh, gradients, grid, generator=job.options.generator(6))
 
     return run.keep("damping", Weighed, compute, operator=job.gnh)
 
 
 def first_damping(damping: float | str, training: Training | None, spectrum: Spectrum) -> tuple[float, str]:
     """λ as given, from the recipe, or as it is before halves of the data were asked; and how it was found."""
-    if damping != "auto":
+    part = part_of_auto(damping)
+    if part is None:
         return resolve_damping(damping, spectrum), "λ was given."
-    if training is not None:
-        time = training.time
-        return (
-            RECIPE / time,
-            f"λ = {RECIPE:g}/τ from the training, τ = {time:.3g} the sum of its learning rates.",
+    if training is None:
+        words = (
+            f"λ = {GUESS:g} in the metric of the gradients' second moment, as if Adam had trained the model."
         )
-    return (
-        GUESS,
-        f"λ = {GUESS:g} in the metric of the gradients' second moment, as if Adam had trained the model.",
-    )
+        return _divided(GUESS, words, part)
+    time = training.time
+    words = f"λ = {RECIPE:g}/τ from the training, τ = {time:.3g} the sum of its learning rates."
+    return _divided(RECIPE / time, words, part)
+
+
+def _divided(damping: float, words: str, part: float | None) -> tuple[float, str]:
+    """A part of the λ that was found, as asked for."""
+    if part is None or part == 1:
+        return damping, words
+    return damping / part, f"{words} Divided by {part:g}, as asked for."

@@ -18,11 +18,11 @@ from whence.operators import check_damping as check_number
 from whence.spectrum import Spectrum
 from whence.units import format_bytes, format_duration
 
-__all__ = ["Plan", "auto_damping", "check_damping", "resolve_damping"]
+__all__ = ["Plan", "auto_damping", "check_damping", "part_of_auto", "resolve_damping"]
 
 #: κ = λmax/λ of the automatic damping.
 AUTO_CONDITION_NUMBER = 200.0
-_PART_OF_LAMBDA_MAX = re.compile(r"(?:lambda_max|λmax) */ *(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
+_PART = re.compile(r"(auto|lambda_max|λmax) */ *(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 
 
 def auto_damping(spectrum: Spectrum) -> float:
@@ -37,26 +37,40 @@ def auto_damping(spectrum: Spectrum) -> float:
 def check_damping(damping: float | str) -> None:
     """Refuse what `resolve_damping` could not use, before anything is measured."""
     if isinstance(damping, str):
-        part = _PART_OF_LAMBDA_MAX.fullmatch(damping)
-        if damping != "auto" and (part is None or not 0 < float(part[1]) < math.inf):
+        part = _PART.fullmatch(damping)
+        if damping != "auto" and (part is None or not 0 < float(part[2]) < math.inf):
             raise OptionError(
-                f"damping is {damping!r}; give a positive number, 'auto' (λmax/200), or a part of λmax as "
-                "'lambda_max/50'"
+                f"damping is {damping!r}; give a positive number, 'auto' (λmax/200), a part of it as 'auto/4', or a "
+                "part of λmax as 'lambda_max/50'"
             )
     elif not 0 < damping < math.inf:
         raise OptionError(f"damping is {damping}; give a positive number or 'auto' (λmax/200)")
 
 
 def resolve_damping(damping: float | str, spectrum: Spectrum) -> float:
-    """λ itself, from a number, ``"auto"``, or ``"lambda_max/50"``."""
+    """λ itself, from a number, ``"auto"``, ``"auto/4"``, or ``"lambda_max/50"``."""
     check_damping(damping)
     if not isinstance(damping, str):
         return damping
-    if damping == "auto":
-        return auto_damping(spectrum)
-    part = _PART_OF_LAMBDA_MAX.fullmatch(damping)
+    of_auto = part_of_auto(damping)
+    if of_auto is not None:
+        return auto_damping(spectrum) / of_auto
+    part = _PART.fullmatch(damping)
     assert part is not None
-    return spectrum.lambda_max.value / float(part[1])
+    return spectrum.lambda_max.value / float(part[2])
+
+
+def part_of_auto(damping: float | str) -> float | None:
+    """What the automatic λ is divided by: 1 for ``"auto"``, 4 for ``"auto/4"``; None for a λ that is given.
+
+    Example:
+        >>> part_of_auto("auto"), part_of_auto("auto/4"), part_of_auto("lambda_max/50")
+        (1.0, 4.0, None)
+    """
+    if damping == "auto":
+        return 1.0
+    part = _PART.fullmatch(damping) if isinstance(damping, str) else None
+    return float(part[2]) if part is not None and part[1] == "auto" else None
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,8 @@ class Plan:
 
         Args:
             spectrum: measured.
-            damping: λ, ``"auto"`` (`auto_damping`), or a part of λmax, as ``"lambda_max/50"``.
+            damping: λ, ``"auto"`` (`auto_damping`), or a part of that or of λmax, as ``"auto/4"`` or
+                ``"lambda_max/50"``.
             num_terms: of the data; a batch cannot be larger, and a shorter step makes up for it.
             chains: independent runs.
             refine: cost of each chain as a multiple of the paper's plan; see `refined`. At 1, what the start leaves
