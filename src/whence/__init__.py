@@ -28,7 +28,7 @@ from whence.solvers.plan import Plan
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum, lanczos, sketch
 from whence.tasks import Classification, ConvexLoss, LanguageModeling, Regression, Task
 from whence.training import Training
-from whence.validation import linear_datamodeling_score, pbrf, validate
+from whence.validation import Tuning, linear_datamodeling_score, pbrf, tune, validate
 from whence.vectors import ParamVector
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "Statistics",
     "Task",
     "Training",
+    "Tuning",
     "attribute",
     "clean",
     "errors",
@@ -70,6 +71,7 @@ __all__ = [
     "load",
     "pbrf",
     "sketch",
+    "tune",
     "validate",
 ]
 __version__ = "0.1.0.dev0"

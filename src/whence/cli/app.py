@@ -18,6 +18,7 @@ from whence.cli.options import AsJson, guarded, takes
 from whence.cli.outcome import NOT_CONVERGED, print_json, say, tell
 from whence.cli.sweep import check_figure, draw, sweep_dampings
 from whence.cli.tables import cleaning_as_json, rows_as_json, show_cleaning, show_plan, show_result
+from whence.cli.tune import tune_command
 from whence.cli.validate import validate_command
 from whence.errors import OptionError, RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
@@ -231,6 +232,11 @@ def clean_command(
 app.command("validate", epilog="Example: [bold]whence validate runs/first --budget 10min[/]")(
     validate_command
 )
+app.command(
+    "tune",
+    epilog="Example: [bold]whence tune my-model/ --train train.jsonl --queries queries.jsonl --trainer "
+    "train.py:train --run-dir runs/tune[/]",
+)(tune_command)
 
 
 @app.command(epilog="Example: [bold]whence demo --output demo[/]")

@@ -6,6 +6,7 @@
 * `linear_datamodeling_score`: do scores predict what training on a random half does?
 * `detection_curve`: how many wrong labels are found, and how soon.
 * `damping_sweep`: what does λ change?
+* `tune`: which λ predicts retraining best?
 """
 
 from whence.report.checks import Check, Comparison, Validation
@@ -20,6 +21,7 @@ from whence.validation.mislabels import DetectionCurve, detection_curve
 from whence.validation.pbrf import ProximalResponse, pbrf
 from whence.validation.removal import Brittleness, RemovalEffects, brittleness, removal_effects
 from whence.validation.retraining import Outcomes, Trainer, half_subsets, retrain
+from whence.validation.tuning import Tuning, tune
 from whence.validation.validate import validate
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "ProximalResponse",
     "RemovalEffects",
     "Trainer",
+    "Tuning",
     "Validation",
     "brittleness",
     "compare_datamodeling_scores",
@@ -44,5 +47,6 @@ __all__ = [
     "pbrf",
     "removal_effects",
     "retrain",
+    "tune",
     "validate",
 ]

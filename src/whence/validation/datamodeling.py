@@ -22,6 +22,7 @@ from whence.validation.retraining import Outcomes
 from whence.validation.statistics import Ranks, draw_weights, rank_correlations
 
 __all__ = [
+    "Bench",
     "DatamodelingDifference",
     "DatamodelingScore",
     "compare_datamodeling_scores",
@@ -136,7 +137,7 @@ def linear_datamodeling_score(
         >>> linear_datamodeling_score(helps, outcomes, generator=g).value
         1.0
     """
-    bench = _Bench(outcomes, confidence, bootstrap, generator)
+    bench = Bench(outcomes, confidence, bootstrap, generator)
     return bench.score(*bench.correlations(scores))
 
 
@@ -154,13 +155,12 @@ def compare_datamodeling_scores(
     The difference is often known far better than either: both meet the same lucky and unlucky subsets. ``first`` and
     ``second`` are the scores of the two methods; the rest is as for `linear_datamodeling_score`.
     """
-    bench = _Bench(outcomes, confidence, bootstrap, generator)
+    bench = Bench(outcomes, confidence, bootstrap, generator)
     one, other = bench.correlations(first), bench.correlations(second)
-    difference = bench.interval(one[0] - other[0], one[1] - other[1])
-    return DatamodelingDifference(bench.score(*one), bench.score(*other), *difference)
+    return bench.difference(one, other)
 
 
-class _Bench:
+class Bench:
     """Outcomes, and the resamples of subsets (rows) and queries (columns) that every method is measured on."""
 
     def __init__(
@@ -183,8 +183,11 @@ class _Bench:
         self.columns = draw_weights(bootstrap, self.queries, generator)
         self.split_half = _split_half(outcomes, generator)
 
-    def correlations(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a method's predictions with the truth: ``[queries]``, and ``[bootstrap, queries]`` in the resamples."""
+    def correlations(self, scores: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Of a method's predictions with the truth: ``[queries]``, and ``[bootstrap, queries]`` in the resamples.
+
+        ``rows`` are other resamples of subsets than the bench's own: how often each occurs, ``[resamples, subsets]``.
+        """
         n = self.outcomes.subsets.shape[1]
         if scores.shape != (self.queries, n):
             raise OptionError(
@@ -202,10 +205,20 @@ class _Bench:
         # Sums of the same numbers in another order differ by rounding, which must not be ranked.
         same = predictions.amax(0) - predictions.amin(0) <= 1e-12 * scores.abs().sum(1)
         predictions[:, same] = 0.0
-        ranks = Ranks(predictions)
-        chunks = self.rows.split(max(1, _NUMBERS_AT_ONCE // (self.subsets * self.queries)))
-        resampled = torch.cat([rank_correlations(ranks, self.truth, rows) for rows in chunks])
+        ranks, rows = Ranks(predictions), self.rows if rows is None else rows
+        chunks = rows.split(max(1, _NUMBERS_AT_ONCE // (self.subsets * self.queries)))
+        resampled = torch.cat([rank_correlations(ranks, self.truth, chunk) for chunk in chunks])
         return rank_correlations(ranks, self.truth)[0], resampled
+
+    def difference(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> DatamodelingDifference:
+        """From the correlations of two methods."""
+        found = self.interval(one[0] - other[0], one[1] - other[1])
+        return DatamodelingDifference(self.score(*one), self.score(*other), *found)
+
+    def means(self, resampled: Tensor) -> Tensor:
+        """The LDS in every resample, of subsets and queries, ``[bootstrap]``; NaN where no query has one."""
+        weights = self.columns * ~resampled.isnan()
+        return (weights * resampled.nan_to_num()).sum(1) / weights.sum(1)
 
     def score(self, per_query: Tensor, resampled: Tensor) -> DatamodelingScore:
         """From the correlations of a method."""
@@ -232,10 +245,8 @@ class _Bench:
     def interval(self, per_query: Tensor, resampled: Tensor) -> tuple[float, float, float, float]:
         """Value, low, high and standard error of a mean over queries."""
         defined = ~per_query.isnan()
-        per_query, resampled = per_query[defined], resampled[:, defined]
-        weights = self.columns[:, defined] * ~resampled.isnan()
-        means = (weights * resampled.nan_to_num()).sum(1) / weights.sum(1)
-        means = means[~means.isnan()]
+        means = self.means(torch.where(defined, resampled, math.nan))
+        per_query, resampled, means = per_query[defined], resampled[:, defined], means[~means.isnan()]
         value = float(per_query.mean())
         if len(means) < 2:
             return value, math.nan, math.nan, math.nan
