@@ -62,6 +62,46 @@ class Tuning:
     outcomes: Outcomes
     solve: Attribution
 
+    @classmethod
+    def of(
+        cls,
+        solve: Attribution,
+        outcomes: Outcomes,
+        *,
+        auto: float,
+        dampings: Sequence[float],
+        generator: torch.Generator,
+    ) -> Tuning:
+        """From an attribution at the smallest of these λ, `auto` among them, and what retraining gave.
+
+        Raises:
+            DataError: the queries' losses are the same whatever half is trained on.
+        """
+        effects = _effects(solve, dampings)
+        bench = Bench(outcomes, _CONFIDENCE, _BOOTSTRAP, generator)
+        found = [bench.correlations(each) for each in effects]
+        values = torch.stack([per_query.nanmean() for per_query, _ in found])
+        if bool(values.isnan().any()):
+            raise DataError(
+                "the queries' losses are the same whatever half of the data is trained on; the trainer must train on "
+                "the examples at the positions that it is given"
+            )
+        best, own = int(values.argmax()), list(dampings).index(auto)
+        resampled = torch.stack([bench.means(rows) for _, rows in found])
+        near = (resampled.nan_to_num(-1.0).argmax(0) - best).abs() <= 1
+        return cls(
+            dampings=tuple(dampings),
+            lds=tuple(bench.score(*each) for each in found),
+            damping=dampings[best],
+            auto=auto,
+            gain=bench.difference(found[best], found[own]),
+            held_out=_held_out(bench, effects, own, generator),
+            sure=float(near.double().mean()),
+            effects=effects[best],
+            outcomes=outcomes,
+            solve=solve,
+        )
+
     @property
     def setting(self) -> str:
         """The chosen λ as `whence.attribute` takes it: ``attribute(…, damping=tuning.setting)``."""
@@ -70,13 +110,13 @@ class Tuning:
 
     @property
     def optimism(self) -> float:
-        """By how much `gain` flatters: what is left of it when λ is judged on other halves than it was chosen on."""
+        """By how much `gain` may flatter, at most: `held_out` chooses on half as many models, so it chooses worse."""
         return self.gain.value - self.held_out
 
     @property
     def worthwhile(self) -> bool:
-        """Whether to leave ``"auto"``: the gain's interval is above zero, and so is the gain on other halves."""
-        return self.gain.low > 0 and self.held_out > 0
+        """Whether to leave ``"auto"``: λ chosen on some halves is better than it on others."""
+        return self.damping != self.auto and self.held_out > 0
 
     def words(self) -> str:
         """What was found, how sure it is, and what to do, in a few sentences."""
@@ -93,7 +133,7 @@ class Tuning:
             told += [
                 f'damping="auto" takes λ = {self.auto:.3g} with {other.value:.3f}, so the choice gains '
                 f"{self.gain.value:+.3f} [{self.gain.low:+.3f}, {self.gain.high:+.3f}] on these halves.",
-                f"Chosen on one half of them and judged on the other, it gains {self.held_out:+.3f}: about "
+                f"Chosen on one half of them and judged on the other, it gains {self.held_out:+.3f}: up to "
                 f"{max(self.optimism, 0.0):.3f} of the gain is the luck of choosing on what one judges by.",
             ]
             told.append(
@@ -226,9 +266,7 @@ def tune(
         shown=1,
         **{each.name: getattr(chosen, each.name) for each in fields(MeasureOptions)},
     )
-    auto = solve.solve.plan.damping / grid[-1]
-    dampings = tuple(auto * multiple for multiple in grid)
-    effects = _effects(solve, dampings)
+    solve.over_damping()  # refuses what is too large for it before anything is trained
     subsets = half_subsets(solve.num_examples, halves, generator=chosen.generator(7))
     outcomes = retrain(
         trainer,
@@ -240,7 +278,9 @@ def tune(
         directory=None if place is None else place / "retraining",
         name=name,
     )
-    return _judge(solve, dampings, auto, effects, outcomes, chosen.generator(8))
+    auto = solve.solve.plan.damping / grid[-1]
+    dampings = [auto * multiple for multiple in grid]
+    return Tuning.of(solve, outcomes, auto=auto, dampings=dampings, generator=chosen.generator(8))
 
 
 def _grid(multiples: Sequence[float] | None) -> list[float]:
@@ -257,40 +297,6 @@ def _effects(solve: Attribution, dampings: Sequence[float]) -> Tensor:
     effects = torch.zeros_like(over.scores)
     effects[:, :, over.indices] = over.scores * solve.terms.double() / solve.num_terms
     return effects
-
-
-def _judge(
-    solve: Attribution,
-    dampings: tuple[float, ...],
-    auto: float,
-    effects: Tensor,
-    outcomes: Outcomes,
-    generator: torch.Generator,
-) -> Tuning:
-    """The LDS of every λ, and how sure the best of them is."""
-    bench = Bench(outcomes, _CONFIDENCE, _BOOTSTRAP, generator)
-    found = [bench.correlations(each) for each in effects]
-    values = torch.stack([per_query.nanmean() for per_query, _ in found])
-    if bool(values.isnan().any()):
-        raise DataError(
-            "the queries' losses are the same whatever half of the data is trained on; the trainer must train on the "
-            "examples at the positions that it is given"
-        )
-    best, own = int(values.argmax()), dampings.index(auto)
-    resampled = torch.stack([bench.means(rows) for _, rows in found])
-    near = (resampled.nan_to_num(-1.0).argmax(0) - best).abs() <= 1
-    return Tuning(
-        dampings=dampings,
-        lds=tuple(bench.score(*each) for each in found),
-        damping=dampings[best],
-        auto=auto,
-        gain=bench.difference(found[best], found[own]),
-        held_out=_held_out(bench, effects, own, generator),
-        sure=float(near.double().mean()),
-        effects=effects[best],
-        outcomes=outcomes,
-        solve=solve,
-    )
 
 
 def _held_out(bench: Bench, effects: Tensor, own: int, generator: torch.Generator) -> float:
