@@ -77,9 +77,13 @@ class Tuning:
         Raises:
             DataError: the queries' losses are the same whatever half is trained on.
         """
-        effects = _effects(solve, dampings)
         bench = Bench(outcomes, _CONFIDENCE, _BOOTSTRAP, generator)
-        found = [bench.correlations(each) for each in effects]
+        rows = torch.cat([bench.rows, _splits(bench.subsets, generator)])
+        found, parts = [], []
+        for damping in dampings:
+            per_query, resampled = bench.correlations(_effects(solve, damping), rows)
+            found.append((per_query, resampled[:_BOOTSTRAP]))
+            parts.append(resampled[_BOOTSTRAP:].nanmean(1).nan_to_num(-1.0))
         values = torch.stack([per_query.nanmean() for per_query, _ in found])
         if bool(values.isnan().any()):
             raise DataError(
@@ -87,17 +91,17 @@ class Tuning:
                 "the examples at the positions that it is given"
             )
         best, own = int(values.argmax()), list(dampings).index(auto)
-        resampled = torch.stack([bench.means(rows) for _, rows in found])
-        near = (resampled.nan_to_num(-1.0).argmax(0) - best).abs() <= 1
+        means = torch.stack([bench.means(resampled) for _, resampled in found])
+        near = (means.nan_to_num(-1.0).argmax(0) - best).abs() <= 1
         return cls(
             dampings=tuple(dampings),
             lds=tuple(bench.score(*each) for each in found),
             damping=dampings[best],
             auto=auto,
             gain=bench.difference(found[best], found[own]),
-            held_out=_held_out(bench, effects, own, generator),
+            held_out=_held_out(torch.stack(parts), own),
             sure=float(near.double().mean()),
-            effects=effects[best],
+            effects=_effects(solve, dampings[best]),
             outcomes=outcomes,
             solve=solve,
         )
@@ -266,7 +270,9 @@ def tune(
         shown=1,
         **{each.name: getattr(chosen, each.name) for each in fields(MeasureOptions)},
     )
-    solve.over_damping()  # refuses what is too large for it before anything is trained
+    solve.over_damping(
+        [solve.solve.plan.damping]
+    )  # refuses what is too large for it before anything is trained
     subsets = half_subsets(solve.num_examples, halves, generator=chosen.generator(7))
     outcomes = retrain(
         trainer,
@@ -291,19 +297,22 @@ def _grid(multiples: Sequence[float] | None) -> list[float]:
     return grid
 
 
-def _effects(solve: Attribution, dampings: Sequence[float]) -> Tensor:
-    """As `Attribution.effects`, for every λ: ``[λ, queries, n]``."""
-    over = solve.over_damping(dampings)
-    effects = torch.zeros_like(over.scores)
-    effects[:, :, over.indices] = over.scores * solve.terms.double() / solve.num_terms
+def _effects(solve: Attribution, damping: float) -> Tensor:
+    """As `Attribution.effects`, for another λ: ``[queries, n]``."""
+    over = solve.over_damping([damping])
+    effects = torch.zeros_like(over.scores[0])
+    effects[:, over.indices] = over.scores[0] * solve.terms.double() / solve.num_terms
     return effects
 
 
-def _held_out(bench: Bench, effects: Tensor, own: int, generator: torch.Generator) -> float:
-    """The mean gain over the λ at ``own`` of the best λ on one half of the subsets, as the other half has it."""
-    order = torch.stack([torch.randperm(bench.subsets, generator=generator) for _ in range(_SPLITS)])
-    first = (order < bench.subsets // 2).double()
-    rows = torch.cat([first, 1 - first])
-    lds = torch.stack([bench.correlations(each, rows)[1].nanmean(1) for each in effects]).nan_to_num(-1.0)
-    judged = lds.roll(_SPLITS, 1)  # the same λ on the subsets that were left out
-    return float((judged.gather(0, lds.argmax(0, keepdim=True)) - judged[own]).mean())
+def _splits(count: int, generator: torch.Generator) -> Tensor:
+    """Halves of the subsets, then what each leaves out, as rows of a `Bench`: ``[2 splits, subsets]``."""
+    order = torch.stack([torch.randperm(count, generator=generator) for _ in range(_SPLITS)])
+    first = (order < count // 2).double()
+    return torch.cat([first, 1 - first])
+
+
+def _held_out(lds: Tensor, own: int) -> float:
+    """The mean gain over the λ at ``own`` of the best λ on one part, as the other has it; ``lds [λ, 2 splits]``."""
+    other = lds.roll(_SPLITS, 1)
+    return float((other.gather(0, lds.argmax(0, keepdim=True)) - other[own]).mean())
