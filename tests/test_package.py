@@ -48,6 +48,12 @@ def test_the_examples_of_readme_and_docs_run_as_printed(
         "model": train_mlp(train_set, epochs=5),
         "train_set": subset,
         "queries": [test_set[0], test_set[1]],
+        "fit": lambda examples, seed: train_mlp(
+            torch.utils.data.TensorDataset(
+                torch.stack([x for x, _ in examples]), torch.stack([y for _, y in examples])
+            ),
+            epochs=2,
+        ),
     }
     whence.attribute(
         scope["model"],
