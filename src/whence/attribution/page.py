@@ -128,7 +128,7 @@ class _Damping:
             agreement, _ = result.stability.at(result.solve.plan.damping)
             self.errors = (
                 "Two errors of the scores are known, in root mean square and relative to them. The solver’s, which the "
-                f"intervals show: about {solver:.1%}. That of H itself: had it been measured on one half of the training "
+                f"intervals show: about {solver:.1%}. That of H itself: had it been measured on half of the training "
                 f"data and not on all, {data:.0%}; the scores of two halves agree to {agreement:.2f}. {larger} Neither "
                 "says how far influence is from retraining."
             )
