@@ -125,7 +125,7 @@ class _Damping:
             solver = float(result.scored.stderr.nan_to_num(0.0).square().mean().sqrt() / size)
             data = float(result.data_stderr[:, result.indices].square().mean().sqrt() / size)
             larger = "The second is the larger one." if data > solver else "The first is the larger one."
-            agreement, _ = result.stability.at(result.solve.plan.damping)
+            agreement = result.stability.agreement_at(result.solve.plan.damping)
             self.errors = (
                 "Two errors of the scores are known, in root mean square and relative to them. The solver’s, which the "
                 f"intervals show: about {solver:.1%}. That of H itself: had it been measured on half of the training "
