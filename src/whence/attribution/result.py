@@ -163,7 +163,7 @@ class Attribution:
         if self.solve.shifted is None:
             raise OptionError(
                 "this solve kept nothing of other λ: conjugate gradients do (solver='cg'), while "
-                " queries × examples are below four million"
+                "queries × examples are below four million"
             )
         own = self.solve.plan.damping
         grid = (
