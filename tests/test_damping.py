@@ -136,12 +136,12 @@ def test_a_part_of_auto_is_in_the_same_metric() -> None:
 
 def test_where_halves_disagree_more_damping_is_taken() -> None:
     rising = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
-    found = Stability(rising, torch.tensor([0.2, 0.6, 0.9, 0.99]), torch.ones(4, 3))
+    found = Stability(rising, torch.tensor([0.2, 0.6, 0.9, 0.99]), torch.ones(4, 3), torch.ones(4))
     assert 2 < found.damping_for(AGREEMENT) < 4
     assert found.damping_for(0.1) == 1.0
     assert found.damping_for(0.999) == 8.0
     # what agrees again after it did not is not trusted
-    uneven = Stability(rising, torch.tensor([0.9, 0.5, 0.9, 0.99]), torch.ones(4, 3))
+    uneven = Stability(rising, torch.tensor([0.9, 0.5, 0.9, 0.99]), torch.ones(4, 3), torch.ones(4))
     assert uneven.damping_for(0.8) > 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -28,7 +29,6 @@ from whence.preconditioners import nystrom
 from whence.solvers import CGState
 from whence.spectrum import Density, spectral_density
 from whence.spectrum import density as module
-from whence.spectrum.krylov import krylov_space
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -110,7 +110,7 @@ def test_counting_found_eigenvalues_once_takes_their_variance_away() -> None:
         counted.append(density.second_dimension(1.0).value)
         g = generator(seed)
         signs = ParamVector.stack([A.zeros().rademacher_like(g) for _ in range(4)])
-        nodes, weights = krylov_space(A, signs, max_products=12).gauss()
+        nodes, weights = module.Krylov.span(A, signs, products=12, keep_basis=True).gauss()
         plain.append(float((weights * (nodes / (nodes + 1)).square()).sum()) / 4)
     assert np.std(plain) > 0.3
     assert np.std(counted) < 0.02 * np.std(plain)
@@ -139,6 +139,29 @@ def test_a_multiplicity_that_the_starts_cannot_show_is_left_to_the_weights() -> 
     mean = Estimate.from_samples([run.dimension(4.0).value for run in runs])
     assert abs(mean.value - 3.5) <= 4 * mean.stderr
     assert mean.stderr < 0.2
+
+
+@pytest.mark.parametrize("rank", [40, 5], ids=["full", "low-rank"])
+def test_the_two_rules_bracket_the_effective_dimension_of_every_start(rank: int) -> None:
+    values = 2.0 ** (-0.5 * torch.arange(40, dtype=torch.float64))
+    values[rank:] = 0
+    A, rows = prescribed(values), normal(4, 40, seed=5)
+    for damping in (0.5, 0.05, 0.005, 0.0002):
+        solved = torch.linalg.solve(A.matrix + damping * torch.eye(40, dtype=torch.float64), rows.T).T
+        exact = (rows @ A.matrix * solved).sum(1)
+        widths = []
+        for products in (1, 3, 6, 12, 40):
+            block = ParamVector({"x": rows}, columns=4)
+            space = module.Krylov.span(A, block, products=products, keep_basis=True)
+            upper, lower = (
+                (weights * nodes / (nodes + damping)).sum(1)
+                for nodes, weights in (space.gauss(), space.radau())
+            )
+            assert bool((lower <= exact * (1 + 1e-6)).all())
+            assert bool((upper >= exact * (1 - 1e-6)).all())
+            widths.append(float((upper - lower).max()))
+        assert all(after <= before + 1e-6 for before, after in pairwise(widths))
+        assert widths[-1] <= 1e-5
 
 
 def test_too_short_a_quadrature_is_bracketed_and_part_of_the_error() -> None:
@@ -171,7 +194,7 @@ def test_without_room_for_a_basis_three_vectors_do(monkeypatch: pytest.MonkeyPat
     values = power_law(100)
     A, g = prescribed(values), generator()
     signs = ParamVector.stack([A.zeros().rademacher_like(g) for _ in range(4)])
-    nodes, weights = krylov_space(A, signs, max_products=30).gauss()
+    nodes, weights = module.Krylov.span(A, signs, products=30, keep_basis=True).gauss()
     monkeypatch.setattr(module, "BASIS_BUDGET", 1)
     density = spectral_density(A, generator=generator(), products=30)
     assert (density.found, density.num_products) == (0, 120)

@@ -73,21 +73,21 @@ class OverDamping:
         return torch.tensor(found)
 
     @property
+    def near(self) -> Tensor:
+        """Which λ are settled and within a factor of four of the chosen one, ``[L]``."""
+        distance = (self.dampings.log() - torch.tensor(self.chosen).log()).abs()
+        return self.settled & (distance <= torch.tensor(_FACTOR).log() + 1e-9)
+
+    @property
     def depends(self) -> Tensor:
-        """Whether a query's top ten is another one within a factor of four of the chosen λ, ``[queries]``."""
-        near = self.settled & (
-            (self.dampings.log() - torch.tensor(self.chosen).log()).abs()
-            <= torch.tensor(_FACTOR).log() + 1e-9
-        )
-        return self.shared()[near].amin(0) < _SHARED
+        """Whether a query's top ten is another one for a λ near the chosen one, ``[queries]``."""
+        return self.shared()[self.near].amin(0) < _SHARED
 
     def words(self) -> str:
         """What to make of it, in a sentence."""
-        depends, queries = int(self.depends.sum()), self.scores.shape[1]
+        depends, queries, looked_at = int(self.depends.sum()), self.scores.shape[1], self.dampings[self.near]
+        between = f"between {float(looked_at.min()):.3g} and {float(looked_at.max()):.3g}"
         if not depends:
-            return "The top ten of every query are mostly the same for λ four times larger or smaller."
+            return f"The top ten of every query are mostly the same for every λ {between}."
         whose = "this query" if queries == 1 else f"{depends} of {queries} queries"
-        return (
-            f"The rankings of {whose} depend on λ: a λ four times larger or smaller changes more than three of their "
-            "top ten."
-        )
+        return f"The rankings of {whose} depend on λ: {between}, more than three of their top ten change."

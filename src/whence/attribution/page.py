@@ -29,6 +29,7 @@ __all__ = ["checked_file", "render", "write_page"]
 SHOWN = 20
 BASELINE_SHOWN = 5
 CONFIDENCE = 0.95
+_ENOUGH = 20  # examples that a top ten means something of
 TAIL = 0.5  # the part of a path that LiSSA averages
 
 _ESTIMATES = ("trace", "frobenius", "lambda_max", "sampling_constant", "top_sampling_constant")
@@ -70,6 +71,7 @@ def render(result: Attribution) -> str:
         plan=plan,
         term="example" if result.num_terms == result.num_examples else "token",
         eigenvalues=figures.eigenvalues(eigenvalues, solve.plan.damping),
+        damping=_Damping(result),
         validation=validation,
         agreement=None if validation is None else figures.agreement(validation.comparisons),
         check_numbers=_check_numbers,
@@ -96,6 +98,40 @@ def checked_file(path: str | Path, example: str) -> Path:
     if target.is_dir():
         raise OptionError(f"{target} is a directory; give the file's name too, such as {target / example}")
     return target
+
+
+class _Damping:
+    """What the page says of λ: how it was found, what it decides, and how far scores depend on the data's own draw.
+
+    Attributes:
+        words: how it was found.
+        depends: whether rankings depend on it, in words; empty where that is not known.
+        figure: how much of the top ten other λ keep.
+        errors: the solver's error beside that of H, in words; empty where the latter was not measured.
+    """
+
+    def __init__(self, result: Attribution) -> None:
+        self.words, self.depends, self.figure = result.solve.damping_words, "", None
+        if result.solve.shifted is not None and len(result.indices) >= _ENOUGH:
+            over = result.over_damping()
+            settled = over.settled
+            self.depends = over.words()
+            self.figure = figures.kept_over_damping(
+                over.dampings[settled].numpy(), over.shared()[settled].numpy(), over.chosen
+            )
+        self.errors = ""
+        if result.data_stderr is not None and result.stability is not None:
+            size = result.scored.mean.square().mean().sqrt().clamp_min(1e-300)
+            solver = float(result.scored.stderr.nan_to_num(0.0).square().mean().sqrt() / size)
+            data = float(result.data_stderr[:, result.indices].square().mean().sqrt() / size)
+            larger = "The second is the larger one." if data > solver else "The first is the larger one."
+            agreement = result.stability.agreement_at(result.solve.plan.damping)
+            self.errors = (
+                "Two errors of the scores are known, in root mean square and relative to them. The solver’s, which the "
+                f"intervals show: about {solver:.1%}. That of H itself: had it been measured on half of the training "
+                f"data and not on all, {data:.0%}; the scores of two halves agree to {agreement:.2f}. {larger} Neither "
+                "says how far influence is from retraining."
+            )
 
 
 class _Question:

@@ -148,8 +148,8 @@ class Attribution:
         """
         if self.stability is None:
             return None
-        _, spread = self.stability.at(self.solve.plan.damping)
-        return self._spread(self.scored.mean.std(1, keepdim=True) * spread[self.indices].to(self.scored.mean))
+        damping, scores = self.solve.plan.damping, self.scored.mean
+        return self._spread(self.stability.stderr(scores, self.indices, damping))
 
     def over_damping(self, dampings: Sequence[float] | None = None) -> OverDamping:
         """Scores and rankings for other λ, from the products of this solve.
@@ -163,7 +163,7 @@ class Attribution:
         if self.solve.shifted is None:
             raise OptionError(
                 "this solve kept nothing of other λ: conjugate gradients do (solver='cg'), while "
-                " queries × examples are below four million"
+                "queries × examples are below four million"
             )
         own = self.solve.plan.damping
         grid = (

@@ -6,9 +6,11 @@ B of the data, each with an H of its own, show by how much: for a few right-hand
 
     agreement(λ) = mean over g of the correlation of scores by A with scores by B
     spread_z(λ)  = √ mean over g of ((s_A(z) - s_B(z)) / 2 std_z s)²
+    relative(λ)  = √ Σ (s_A - s_B)² / Σ (s_A + s_B)², over each g's largest scores
 
-A score s(query, z) of a typical query then has the standard error ``spread_z · std_z s(query, ·)`` from H, as measured
-on half of the data.
+A score s of a query and z then has the variance ``(spread_z · std_z s)² + (relative · s)²`` from H, as measured on half
+of the data: examples differ in how well they are known, and the scores of examples that are much like the query stand
+or fall with the directions that both share.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ __all__ = ["COLUMNS", "Stability", "measure_stability"]
 COLUMNS = 4
 #: The scores' error that solving for a half may leave.
 _SCORE_ERROR = 0.15
+#: One score in so many counts as large.
+_LARGE = 50
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -41,11 +45,13 @@ class Stability:
         dampings: λ, rising, ``[L]``.
         agreement: of scores by one half with those by the other, ``[L]``.
         spread: of every example's score, relative to the scores of its query, ``[L, n]``.
+        relative: of large scores, relative to themselves, ``[L]``.
     """
 
     dampings: Tensor
     agreement: Tensor
     spread: Tensor
+    relative: Tensor
 
     def damping_for(self, agreement: float) -> float:
         """The smallest λ from which on the halves agree by this much, between the grid's points; its end at most."""
@@ -60,10 +66,18 @@ class Stability:
         below, above = self.dampings[first - 1].log(), self.dampings[first].log()
         return float((below + share * (above - below)).exp())
 
-    def at(self, damping: float) -> tuple[float, Tensor]:
-        """Agreement and spread at the grid's nearest λ."""
-        nearest = int((self.dampings.log() - torch.tensor(damping).log()).abs().argmin())
-        return float(self.agreement[nearest]), self.spread[nearest]
+    def agreement_at(self, damping: float) -> float:
+        """At the grid's nearest λ."""
+        return float(self.agreement[self._nearest(damping)])
+
+    def stderr(self, scores: Tensor, indices: Tensor, damping: float) -> Tensor:
+        """Of scores ``[queries, examples]`` of these examples, at the grid's nearest λ."""
+        nearest = self._nearest(damping)
+        spread = scores.std(1, keepdim=True) * self.spread[nearest, indices].to(scores)
+        return torch.hypot(spread, float(self.relative[nearest]) * scores)
+
+    def _nearest(self, damping: float) -> int:
+        return int((self.dampings.log() - torch.tensor(damping).log()).abs().argmin())
 
 
 def measure_stability(
@@ -81,13 +95,22 @@ def measure_stability(
     rhs = _mixtures(gnh, gradients, generator)
     order = torch.randperm(n, generator=generator, device=generator.device).cpu()
     halves = [_solved(gnh, half, rhs, float(dampings[0])) for half in (order[: n // 2], order[n // 2 :])]
-    agreement, spread = [], []
+    agreement, spread, relative = [], [], []
+    many = max(1, n // _LARGE)
     for damping in dampings.tolist():
         one, other = (shifted.scores(damping) for shifted in halves)
         size = (0.5 * (one + other)).std(1, keepdim=True).clamp_min(_TINY)
         spread.append(((one - other) / (2 * size)).square().mean(0).sqrt())
         agreement.append(float(_correlations(one, other).mean()))
-    return Stability(dampings, torch.tensor(agreement, dtype=torch.float64), torch.stack(spread).float())
+        large = (one + other).abs().topk(many, dim=1).indices
+        off, whole = (side.gather(1, large).square().sum() for side in (one - other, one + other))
+        relative.append(float((off / whole.clamp_min(_TINY)).sqrt()))
+    return Stability(
+        dampings,
+        torch.tensor(agreement, dtype=torch.float64),
+        torch.stack(spread).float(),
+        torch.tensor(relative, dtype=torch.float64),
+    )
 
 
 def _solved(gnh: GaussNewton, half: Tensor, rhs: ParamVector, damping: float) -> Shifted:

@@ -1,7 +1,7 @@
 """What λ costs and what it changes, told for a range of λ from one spectral density, before anything is solved.
 
-`whence.validation.damping_sweep` solves for queries and compares what comes out; here nothing is solved. Costs follow
-from the plans and from `Spectrum.cg_iterations`, changes from what scores of gradients with covariance H would do: see
+`Attribution.over_damping` compares the scores of a solve; here nothing is solved. Costs follow from the plans and from
+`Spectrum.cg_iterations`, changes from what scores of gradients with covariance H would do: see
 `whence.spectrum.Density`.
 """
 
@@ -20,14 +20,7 @@ from whence.solvers.plan import Plan, check_damping, resolve_damping
 from whence.spectrum import Density, Estimate, Spectrum
 from whence.units import format_duration
 
-__all__ = [
-    "CONDITION_NUMBERS",
-    "DampingForecast",
-    "DampingOutlook",
-    "aligned",
-    "damping_grid",
-    "forecast_dampings",
-]
+__all__ = ["CONDITION_NUMBERS", "DampingForecast", "DampingOutlook", "forecast_dampings"]
 
 #: λmax/λ of the default range.
 CONDITION_NUMBERS = (2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0)
@@ -211,7 +204,7 @@ class DampingForecast:
             f"* chosen   CG: block conjugate gradients for {_queries(self.queries)}   "
             f"{density.num_products:,} products of {density.num_terms:,} terms"
         )
-        return "\n".join([*aligned(rows), note])
+        return "\n".join([*_aligned(rows), note])
 
 
 def forecast_dampings(
@@ -254,7 +247,7 @@ def forecast_dampings(
     check_damping(chosen)
     if queries < 1 or num_terms < 1:
         raise OptionError(f"queries and num_terms must be at least 1, got {queries} and {num_terms}")
-    grid, position = damping_grid(dampings, chosen, spectrum)
+    grid, position = _damping_grid(dampings, chosen, spectrum)
     values = grid.tolist()
     outlooks = tuple(
         DampingOutlook(
@@ -279,7 +272,7 @@ def forecast_dampings(
     )
 
 
-def damping_grid(
+def _damping_grid(
     dampings: Sequence[float | str] | Tensor | None, chosen: float | str, spectrum: Spectrum
 ) -> tuple[Tensor, int]:
     """All λ, falling, each once; and where the chosen one stands."""
@@ -300,13 +293,8 @@ def damping_grid(
     return torch.tensor(grid, dtype=torch.float64), grid.index(kept[0])
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, columns flush right.
-
-    Example:
-        >>> aligned([["a", "b"], ["10", "200"]])
-        [' a    b', '10  200']
-    """
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, columns flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
 

@@ -237,6 +237,31 @@ def eigenvalues(values: Floats | None, damping: float) -> Markup | None:
     return plot.finish("eigenvalue", "number, largest first", label, gap=0.15)
 
 
+def kept_over_damping(dampings: Floats, kept: Floats, chosen: float) -> Markup | None:
+    """Which part of the top ten stays the same for other λ, over all questions, with the chosen λ as an upright line.
+
+    Args:
+        dampings: λ.
+        kept: ``[λ, questions]``.
+        chosen: the λ of the page.
+    """
+    if len(dampings) < 2:
+        return None
+    plot = Plot(Log(float(dampings.min()) / 1.3, float(dampings.max()) * 1.3), Linear(0.0, 1.05))
+    plot.add_grid()
+    plot.add(upright(plot.x(chosen), 0, HEIGHT, "damping"))
+    for damping, row in zip(dampings.tolist(), kept, strict=True):
+        low, mean = float(row.min()), float(row.mean())
+        plot.add(upright(plot.x(damping), plot.y(float(row.max())), plot.y(low), "chain c0"))
+        plot.add(f'<circle class="eigenvalue" cx="{plot.x(damping)}" cy="{plot.y(mean)}" r="3">')
+        plot.add(
+            f"<title>λ = {brief(damping, 3)}: {mean:.0%} of the top ten, at least {low:.0%}</title></circle>"
+        )
+    return plot.finish(
+        "part of the top ten", "damping λ", "How much of the top ten other dampings keep", gap=0.15
+    )
+
+
 # --- checks ----------------------------------------------------------------------------------------------------
 
 _MARKS = {

@@ -22,12 +22,15 @@ from torch import Tensor
 
 from whence.errors import OptionError, SolverError
 from whence.operators import Damped, LinearOperator, check_damping
+from whence.progress import ticker
 from whence.spectrum.estimate import Estimate
-from whence.spectrum.krylov import counted_once, krylov_spaces
-from whence.spectrum.lanczos import BASIS_BUDGET
+from whence.spectrum.lanczos import BASIS_BUDGET, BlockLanczos, found_within, tridiagonal
 from whence.vectors import ParamVector
 
-__all__ = ["Density", "spectral_density"]
+__all__ = ["Density", "Krylov", "spectral_density"]
+
+#: Shares of a Gram matrix of Ritz vectors above this are directions of their own.
+_DIRECTION = 0.005
 
 
 @dataclass(frozen=True)
@@ -203,15 +206,18 @@ def spectral_density(
         )
     whole = terms is None or operator.num_terms <= terms
     fixed = operator if terms is None or whole else operator.subset(terms, generator)
-    signs = ParamVector.stack([operator.zeros().rademacher_like(generator) for _ in range(probes)])
-    fits = min(2, probes) * products * signs.nbytes // probes <= BASIS_BUDGET
+    signs = [operator.zeros().rademacher_like(generator) for _ in range(probes)]
+    size = products * signs[0].nbytes
+    fits, at_once = min(2, probes) * size <= BASIS_BUDGET, max(1, BASIS_BUDGET // size)
     gauss, radau, found, spent = [], [], [], 0
-    for space in krylov_spaces(fixed, signs, max_products=products, budget=BASIS_BUDGET, keep_basis=fits):
+    for first in range(0, probes, at_once):
+        starts = ParamVector.stack(signs[first : first + at_once])
+        space = Krylov.span(fixed, starts, products=products, keep_basis=fits)
         counts = space.multiplicities()
-        gauss.append(counted_once(*space.gauss(), counts))
-        radau.append(counted_once(*space.radau(), counts))
+        gauss.append(_counted_once(*space.gauss(), counts))
+        radau.append(_counted_once(*space.radau(), counts))
         found.append(sum(counts))
-        spent += space.num_products
+        spent += space.diagonal.numel()
     nodes, weights = _joined(gauss)
     if not float(nodes.max()) > 0:
         raise SolverError(
@@ -241,3 +247,119 @@ def _summarised(by_rule: Tensor) -> Estimate:
 
 def _half_range(values: Tensor) -> float:
     return 0.5 * float(values.max() - values.min())
+
+
+# --- one quadrature for each probe ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Krylov:
+    """Krylov spaces of one operator from the columns of a block, k products each: ``HQ = QT + βqeₖᵀ``.
+
+    T, tridiagonal, is a Gauss quadrature of a start's spectral measure: ``Σ weight·f(node) ≈ gᵀf(H)g``.
+
+    Attributes:
+        basis: Q: k orthonormal blocks, one column for each start; empty where it was not kept.
+        diagonal: of T, ``[columns, k]`` in float64.
+        off_diagonal: ``[columns, k]``; the last one is β, the way out of the space.
+        norms: ‖g‖ of the starts, ``[columns]``.
+    """
+
+    basis: tuple[ParamVector, ...]
+    diagonal: Tensor
+    off_diagonal: Tensor
+    norms: Tensor
+
+    @classmethod
+    def span(
+        cls, operator: LinearOperator, starts: ParamVector, *, products: int, keep_basis: bool
+    ) -> Krylov:
+        """Lanczos from a block of vectors, side by side.
+
+        A column whose space is exhausted (β = 0) goes on with zeros, which change nothing of what is read from it.
+        Without a basis three vectors for each column suffice, and are not reorthogonalised. Copies of eigenvalues,
+        which rounding then breeds, share a weight: quadratures stand.
+        """
+        state, norms, _ = BlockLanczos.begin(starts, apart=True, keep_basis=keep_basis)
+        steps = min(products, starts.numel)
+        with ticker(f"Krylov space of {starts.columns} columns", steps) as tick:
+            for _ in range(steps):
+                state.step(operator)
+                tick()
+                if state.current is None:
+                    break
+        return cls(tuple(vectors for vectors, _ in state.basis or ()), *state.T.columns(), norms)
+
+    def tridiagonal(self) -> Tensor:
+        """T, ``[columns, k, k]``."""
+        return tridiagonal(self.diagonal, self.off_diagonal)
+
+    def gauss(self) -> tuple[Tensor, Tensor]:
+        """Nodes, rising, and weights with ``Σ weight·f(node) ≈ gᵀf(H)g``, each ``[columns, k]``, by Gauss' rule."""
+        return self._rule(self.tridiagonal())
+
+    def radau(self) -> tuple[Tensor, Tensor]:
+        """The same with one more node, at zero: the rule of Gauss-Radau, each ``[columns, k + 1]``."""
+        T, beta = self.tridiagonal(), self.off_diagonal[:, -1]
+        columns, k = self.diagonal.shape
+        values = torch.linalg.eigvalsh(T)
+        # A node at zero needs T positive definite; where it is singular to rounding, the node goes just below.
+        node = values[:, 0].clamp_max(0.0) - 1e-10 * values[:, -1].clamp_min(torch.finfo(T.dtype).tiny)
+        last = torch.eye(k, dtype=T.dtype)[-1]
+        shifted = T - torch.diag_embed(node.unsqueeze(1).expand(columns, k))
+        longer = torch.nn.functional.pad(T, (0, 1, 0, 1))
+        longer[:, k - 1, k] = longer[:, k, k - 1] = beta
+        longer[:, k, k] = node + beta.square() * torch.linalg.solve(shifted, last.expand(columns, k))[:, -1]
+        return self._rule(longer)
+
+    def _rule(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        nodes, vectors = torch.linalg.eigh(matrix)
+        return nodes.clamp_min(0.0), self.norms.square().unsqueeze(1) * vectors[:, 0].square()
+
+    def multiplicities(self) -> list[int]:
+        """Multiplicities of the eigenvalues that every column has found, from the largest on.
+
+        The columns' Ritz vectors of an eigenvalue span its eigenspace, and show its multiplicity where there are more
+        columns than that. The list ends where they do not, or where rounding has begun to add copies.
+        """
+        columns, k = self.diagonal.shape
+        if columns < 2 or not self.basis:
+            return []  # one vector cannot show a multiplicity
+        values, vectors = (part.flip(-1) for part in torch.linalg.eigh(self.tridiagonal()))
+        rounding = self.basis[0].rounding * values[:, :1].abs()
+        residuals = self.off_diagonal[:, -1:] * vectors[:, -1].abs() + rounding
+        room = found_within(values)
+        counts: list[int] = []
+        for i in range(k):
+            differ = float(values[:, i].max() - values[:, i].min())
+            if not bool((residuals < room)[:, i].all()) or differ > 2 * float(room[:, i].min()):
+                break
+            ritz = self.basis[0].zeros_like()
+            for j, block in enumerate(self.basis):
+                ritz.axpy_(vectors[:, j, i], block)
+            shares = torch.linalg.eigvalsh(ritz.gram(ritz).cpu()) / columns
+            directions = int((shares > _DIRECTION).sum())
+            if directions == columns:
+                break  # as many as there are starts, or more
+            counts.append(directions)
+        return counts
+
+
+def _counted_once(nodes: Tensor, weights: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """A rule, largest node first, in which an eigenvalue that was found m times over is m nodes of weight 1.
+
+    Args:
+        nodes: of a quadrature from random signs, rising, ``[columns, k]``.
+        weights: the start's shares. That in an eigenvector has mean 1 and variance about 2: putting the mean in its
+            place leaves the quadrature unbiased and takes this part of its variance away.
+        counts: multiplicities of the largest eigenvalues.
+    """
+    nodes, weights = nodes.flip(1), weights.flip(1)
+    if not counts:
+        return nodes, weights
+    found, rest = nodes[:, : len(counts)], weights[:, len(counts) :]
+    ones = weights.new_ones(len(weights), sum(counts))
+    left = (weights.sum(1, keepdim=True) - sum(counts)).clamp_min(0.0)
+    rest = rest * (left / rest.sum(1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny))
+    repeated = found.repeat_interleave(torch.tensor(counts), dim=1)
+    return torch.cat([repeated, nodes[:, len(counts) :]], dim=1), torch.cat([ones, rest], dim=1)

@@ -14,8 +14,7 @@ from whence.errors import OptionError
 from whence.operators import LinearOperator
 from whence.progress import ticker
 from whence.spectrum.estimate import Estimate
-from whence.spectrum.krylov import are_found
-from whence.spectrum.lanczos import BASIS_BUDGET, BlockLanczos, tridiagonal
+from whence.spectrum.lanczos import BASIS_BUDGET, BlockLanczos, found_within, tridiagonal
 from whence.vectors import ParamVector
 
 __all__ = ["LanczosResult", "SketchResult", "lanczos", "sketch"]
@@ -113,7 +112,7 @@ def lanczos(
 
 def _weights(values: Tensor, residuals: Tensor, shares: Tensor, dimension: int) -> Tensor:
     """How many eigenvalues each Ritz value stands for; those from the top that were found count once."""
-    found = are_found(values, residuals).long().cumprod(0).bool()
+    found = (residuals < found_within(values)).long().cumprod(0).bool()
     rest = shares.masked_fill(found, 0.0)
     left = max(dimension - int(found.sum()), 0)
     return torch.where(found, 1.0, rest * (left / max(float(rest.sum()), 1e-300)))

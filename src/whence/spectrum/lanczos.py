@@ -35,6 +35,7 @@ __all__ = [
     "cholesky",
     "column_dots",
     "finite",
+    "found_within",
     "tridiagonal",
 ]
 
@@ -122,6 +123,15 @@ def tridiagonal(diagonal: Tensor, off_diagonal: Tensor) -> Tensor:
     """The matrix ``[…, k, k]`` of a diagonal ``[…, k]`` and what is beside it, ``[…, k]``; the last is not used."""
     beside = torch.diag_embed(off_diagonal[..., :-1], offset=1)
     return torch.diag_embed(diagonal) + beside + beside.mT
+
+
+def found_within(values: Tensor) -> Tensor:
+    """Ritz values, falling along the last dimension, whose residuals are below this are eigenvalues.
+
+    It is 2% of the distance to their neighbours; their vectors are then off by about as much.
+    """
+    gaps = torch.nn.functional.pad(-values.diff(dim=-1), (1, 1), value=math.inf)
+    return 0.02 * torch.minimum(gaps[..., 1:], gaps[..., :-1])
 
 
 def _schur(factor: Tensor, beta: Tensor) -> Tensor:

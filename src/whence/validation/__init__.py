@@ -5,12 +5,10 @@
 * `removal_effects`, `brittleness`: retraining without some examples.
 * `linear_datamodeling_score`: do scores predict what training on a random half does?
 * `detection_curve`: how many wrong labels are found, and how soon.
-* `damping_sweep`: what does λ change?
 * `tune`: which λ predicts retraining best?
 """
 
 from whence.report.checks import Check, Comparison, Validation
-from whence.validation.damping import DampingSweep, damping_sweep
 from whence.validation.datamodeling import (
     DatamodelingDifference,
     DatamodelingScore,
@@ -28,7 +26,6 @@ __all__ = [
     "Brittleness",
     "Check",
     "Comparison",
-    "DampingSweep",
     "DatamodelingDifference",
     "DatamodelingScore",
     "DetectionCurve",
@@ -40,7 +37,6 @@ __all__ = [
     "Validation",
     "brittleness",
     "compare_datamodeling_scores",
-    "damping_sweep",
     "detection_curve",
     "half_subsets",
     "linear_datamodeling_score",

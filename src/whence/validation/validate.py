@@ -36,9 +36,9 @@ from whence.solvers.plan import Plan
 from whence.spectrum import estimate_spectrum
 from whence.tasks import Task
 from whence.units import format_bytes, format_duration
-from whence.validation.damping import BASIS_BUDGET, damping_sweep
 from whence.validation.pbrf import ProximalResponse, pbrf
 from whence.validation.verdicts import (
+    DAMPINGS,
     batch_check,
     damping_check,
     fine_tuning_check,
@@ -51,15 +51,14 @@ from whence.validation.verdicts import (
 __all__ = ["check_options", "validate"]
 
 #: What a check may take of the budget that is left when its turn comes.
-_SHARES = {"batch": 0.25, "fine-tuning": 0.75, "damping": 0.9}
+_SHARES = {"batch": 0.25, "fine-tuning": 0.9}
 #: A gradient of the proximal objective in float64, in products: no tangent, but twice the digits.
 _GRADIENT = 1.5
 _CHAINS = 2  # of a fine-tuning by random batches: the fewest that have a spread
 _TOLERANCE = 1e-4
 _REALISATIONS = (16, 256)  # pairs of batches, at least and at most
 _LANCZOS = 20
-_DAMPINGS = (4.0, 2.0, 1.0, 0.5, 0.25)  # times the run's own
-_PRODUCTS, _PROBES, _RANKED, _QUERIES = 64, 2, 48, 3
+_RANKED, _QUERIES = 48, 3  # whose order under other dampings is compared, at most
 
 
 def validate(
@@ -256,11 +255,6 @@ def _iterations(condition_number: float, tolerance: float) -> int:
     return 4 + math.ceil(0.5 * math.sqrt(1 + condition_number) * math.log(2 / tolerance))
 
 
-def _block(columns: int) -> float:
-    """Cost of a product with a block, in products with one vector: the pass at θ is shared."""
-    return (1 + 4 * columns) / 5
-
-
 # --- was the batch large enough? -----------------------------------------------------------------------------
 
 
@@ -388,41 +382,23 @@ def _compare(job: _Job, turn: Sequence[tuple[int, str]], max_gradients: int | No
 # --- would another damping rank differently? -----------------------------------------------------------------
 
 
-def _sweep_dampings(job: _Job) -> Check:
-    gnh, result, plan = job.gnh, job.result, job.plan
+def _compare_dampings(job: _Job) -> Check:
+    result, asked = job.result, min(_QUERIES, len(job.queries))
     if len(result.indices) < 3:
         return skipped("damping", "a ranking to compare needs at least three scored examples.")
-    vector = gnh.zeros().nbytes
-    products = min(_PRODUCTS, _iterations(2 * plan.condition_number, 1e-3), BASIS_BUDGET // vector)
-    asked = min(_QUERIES, len(job.queries))
-    most = min(_RANKED, BASIS_BUDGET // (2 * vector))
-    ranked = [index for index, _ in _choose(result, asked, most // 3, job.generator("points"))]
-    if products < min(_PRODUCTS // 4, gnh.num_parameters) or len(ranked) < 3:
-        return skipped("damping", f"vectors of {format_bytes(vector)} are too large to keep enough of them.")
-    per_term = products * (_block(_PROBES) + _block(asked)) * job.pace
-    # A draw of m terms differs from the whole by Tr(H)/m. Where that is above λ, λ would matter less than it does.
-    least = min(gnh.num_terms, math.ceil(plan.spectrum.trace.value / plan.damping))
-    terms = min(gnh.num_terms, max(least, 4096), int(_SHARES["damping"] * job.left / per_term))
-    if terms < least:
-        return job.unaffordable("damping", f"solving again on {terms_in(result, least)}", least * per_term)
-    sweep = damping_sweep(
-        gnh,
-        gnh.gradients([job.queries[q] for q in range(asked)]),
-        gnh.gradients([gnh.terms.data[index] for index in ranked]),
-        generator=job.generator("damping"),
-        dampings=[factor * plan.damping for factor in _DAMPINGS],
-        chosen=plan.damping,
-        spectrum=plan.spectrum,
-        max_products=products,
-        probes=_PROBES,
-        max_terms=terms,
-    )
-    return damping_check(result, sweep)
+    if result.solve.shifted is None:
+        return skipped(
+            "damping",
+            "the solve kept nothing of other dampings. Conjugate gradients do, unless there are very many scores.",
+        )
+    over = result.over_damping([factor * job.plan.damping for factor in DAMPINGS.values()])
+    ranked = [index for index, _ in _choose(result, asked, _RANKED // 3, job.generator("points"))]
+    return damping_check(result, over, ranked, queries=asked)
 
 
 #: How to run each check, in their order.
 CHECKS: Mapping[str, Callable[[_Job], Check]] = {
     "batch": _measure_batches,
     "fine-tuning": _fine_tune,
-    "damping": _sweep_dampings,
+    "damping": _compare_dampings,
 }

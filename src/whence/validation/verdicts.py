@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from whence.attribution import Attribution
+from whence.attribution.over_damping import OverDamping
 from whence.attribution.scored import Scored
 from whence.report.checks import Check, Comparison, Verdict
 from whence.solvers.plan import Plan
 from whence.spectrum import Spectrum
-from whence.validation.damping import DampingSweep
+from whence.validation.statistics import Ranks, rank_correlations, standard_error
 
 __all__ = [
+    "DAMPINGS",
     "batch_check",
     "damping_check",
     "fine_tuning_check",
@@ -35,6 +37,8 @@ AGREED = 0.8
 CORRELATED, SLOPE = 0.9, 0.2
 #: Rank correlation with the neighbouring dampings: the same order above, another below.
 SAME_ORDER, OTHER_ORDER = 0.9, 0.75
+#: Dampings to compare, in units of the run's own, falling.
+DAMPINGS = {"× 4": 4.0, "× 2": 2.0, "× 1": 1.0, "× ½": 0.5, "× ¼": 0.25}
 FEWEST_POINTS = 3
 #: Error, as a part of a query's scores, below which queries count alike.
 RESOLVED = 0.1
@@ -258,38 +262,42 @@ def _with_error(statistic: Callable[[Tensor], Tensor], scored: Scored) -> Pair:
     return value, float(torch.stack([statistic(chains[0] + move * scored.stderr) for move in moves]).std())
 
 
-def damping_check(result: Attribution, sweep: DampingSweep) -> Check:
-    """Whether the dampings next to the chosen one put examples in the same order."""
-    assert sweep.scores is not None
-    i = sweep.chosen
-    near = {
-        name: (float(sweep.agreement[i, j]), float(sweep.agreement_stderr[i, j]))
-        for name, j in (("× 4", i - 2), ("× 2", i - 1), ("× ½", i + 1), ("× ¼", i + 2))
+def damping_check(result: Attribution, over: OverDamping, ranked: Sequence[int], *, queries: int) -> Check:
+    """Whether the settled ones of `DAMPINGS` put these examples in the same order, for the first so many queries."""
+    chosen = torch.isin(over.indices, torch.tensor(ranked))
+    ranks = [Ranks(scores[:queries, chosen].T) for scores in over.scores]
+    own = ranks[list(DAMPINGS).index("× 1")]
+    near: dict[str, Pair] = {}
+    for name, other, settled in zip(DAMPINGS, ranks, over.settled, strict=True):
+        if settled and other is not own:
+            (agreement,) = rank_correlations(other, own)
+            near[name] = (float(agreement.mean()), float(standard_error(agreement, 0)))
+    words = {"× 2": "twice", "× ½": "half"}
+    known = {
+        words[name]: value for name, (value, _) in near.items() if name in words and math.isfinite(value)
     }
-    queries, ranked = sweep.scores.shape[1:]
-    part = "all of the data"
-    if sweep.worked_terms < sweep.num_terms:
-        part = f"a draw of {sweep.worked_terms:,} from {terms_in(result, sweep.num_terms)}"
-    where = f"(On {part}, with {ranked} examples and {queries} of {len(result.queries)} questions.)"
-    twice, half = near["× 2"][0], near["× ½"][0]
-    measured = f"rank correlation {twice:.2f} and {half:.2f}; 1 is the same order"
+    changed = f"with {' or '.join(known)} the damping"
+    measured = (
+        f"rank correlation {' and '.join(f'{value:.2f}' for value in known.values())}; 1 is the same order"
+    )
     verdict: Verdict
-    if math.isnan(twice) or math.isnan(half):
-        verdict = "cannot tell"
-        text = f"The solution with another damping was not found within {sweep.steps} products."
-    elif min(twice, half) >= SAME_ORDER:
+    if not known:
+        verdict, text = "cannot tell", "The scores of some question do not differ, so that nothing is ranked."
+    elif min(known.values()) >= SAME_ORDER:
         verdict = "trust"
-        text = f"Hardly: with twice or half the damping, examples keep nearly their order ({measured})."
-    elif min(twice, half) < OTHER_ORDER:
+        text = f"Hardly: {changed}, examples keep nearly their order ({measured})."
+    elif min(known.values()) < OTHER_ORDER:
         verdict = "doubt"
         text = (
-            f"Yes: with twice or half the damping, the order is another one ({measured}). The damping is a choice that "
-            "the data do not make, so read the ranking as one of several."
+            f"Yes: {changed}, the order is another one ({measured}). The damping is a choice that the data do not "
+            "make, so read the ranking as one of several."
         )
     else:
         verdict = "cannot tell"
-        text = f"Somewhat: with twice or half the damping, examples change places ({measured})."
+        text = f"Somewhat: {changed}, examples change places ({measured})."
+    if "× ½" not in near:
+        text += " Half the damping was not compared: the solve was too short for it."
+    counts = {"examples ranked": int(chosen.sum()), "questions": queries}
+    where = f"(With {counts['examples ranked']} examples and {queries} of {len(result.queries)} questions.)"
     numbers = {f"damping {name}": pair for name, pair in near.items()}
-    return _check(
-        "damping", verdict, f"{text} {where}", {**numbers, "examples ranked": ranked, "questions": queries}
-    )
+    return _check("damping", verdict, f"{text} {where}", {**numbers, **counts})
