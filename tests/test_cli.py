@@ -69,7 +69,7 @@ def training(place: Path) -> list[object]:
 
 def test_help_shows_examples() -> None:
     assert "whence attribute my-model/" in invoke("attribute", "--help").output
-    for command in ("spectrum", "plan", "resume", "report", "demo"):
+    for command in ("spectrum", "plan", "tune", "resume", "report", "demo"):
         assert "Example" in invoke(command, "--help").output
 
 

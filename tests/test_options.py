@@ -25,7 +25,13 @@ FUNCTIONS: list[tuple[Callable[..., Any], type[MeasureOptions]]] = [
     (attribute, Options),
     (clean, CleanOptions),
 ]
-COMMANDS = {"attribute": Options, "plan": Options, "clean": CleanOptions, "spectrum": MeasureOptions}
+COMMANDS = {
+    "attribute": Options,
+    "plan": Options,
+    "clean": CleanOptions,
+    "spectrum": MeasureOptions,
+    "tune": MeasureOptions,
+}
 
 
 def commands() -> dict[str, Any]:

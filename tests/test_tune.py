@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from sklearn.datasets import load_diabetes
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from whence import Regression, Training, Tuning, attribute, tune
+from whence import LanguageModeling, Regression, Training, Tuning, attribute, tune
 from whence.cli import app
 from whence.errors import DataError, ModelError, OptionError, RunDirectoryError, WhenceError
 
@@ -120,6 +121,24 @@ def test_without_a_training_the_metric_is_measured() -> None:
     assert measured.solve.solve.in_metric
     model = Ridge()(range(300), 0)
     assert measured.auto == pytest.approx(attribute(model, TRAIN, QUERIES, task=TASK).solve.plan.damping)
+
+
+def test_examples_count_by_their_length() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double().eval()
+    train = [{"input_ids": torch.randint(11, (length,))} for length in (3, 9, 4, 12, 5, 6, 7, 8)]
+
+    def trainer(subset: Sequence[int], seed: int) -> nn.Module:
+        changed = copy.deepcopy(model)
+        for i in subset:
+            changed[1].bias.data[train[i]["input_ids"]] += 0.01  # type: ignore[index, union-attr]
+        return changed
+
+    found = tune(model, train, train[:3], trainer, task=LanguageModeling(), halves=6, multiples=[0.5])
+    one = attribute(model, train, train[:3], task=LanguageModeling(), damping=found.setting, solver="cg")
+    pair = torch.stack([one.effects.flatten(), found.effects.flatten()])
+    assert float(torch.corrcoef(pair)[0, 1]) > 0.99
+    torch.testing.assert_close(found.effects.norm(), one.effects.norm().double(), rtol=0.1, atol=0.0)
 
 
 # --- resumption --------------------------------------------------------------------------------------------------

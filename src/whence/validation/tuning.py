@@ -207,7 +207,7 @@ def tune(
     Args:
         model: as `whence.attribute` takes it; what ``trainer`` makes of all the data.
         train_set: its training data.
-        queries: examples that scores are judged on: many (50) tell more of λ than few.
+        queries: examples that scores are judged on; many tell more of λ than few.
         trainer: ``trainer(subset, seed) -> model`` trains on the examples at these positions of ``train_set``.
         task: what outputs mean.
         params: which parameters, as for `whence.attribute`.
