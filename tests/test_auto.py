@@ -15,9 +15,7 @@ from small import generator
 from whence import ConjugateGradient, Damped, Estimate, Lissa, Plan, Spectrum, estimate_spectrum
 from whence.attribution.cost import count_passes
 from whence.errors import OptionError
-from whence.preconditioners import nystrom
 from whence.solvers.auto import (
-    Alternative,
     Choice,
     Passes,
     choose,
@@ -46,10 +44,6 @@ def chosen(
     return choose(spectrum, damping, num_terms=num_terms, **options)  # type: ignore[arg-type]
 
 
-def of_kind(choice: Choice, *, rank: bool) -> Alternative:
-    return next(a for a in choice.alternatives if a.solver == "cg" and bool(a.rank) == rank)
-
-
 # --- costs, by hand ------------------------------------------------------------------------------------------
 
 
@@ -57,15 +51,8 @@ def of_kind(choice: Choice, *, rank: bool) -> Alternative:
 def test_the_costs_are_those_of_the_rule(queries: int) -> None:
     choice, n, damping = chosen(queries=queries), 10_000, 0.5
     tolerance = 2 * math.sqrt(2 * (1 - 0.995))
-    plain, ranked = of_kind(choice, rank=False), of_kind(choice, rank=True)
-    K, fewer = (
-        math.ceil(KNOWN.cg_iterations(damping, queries, tolerance=tolerance, deflated=r)) for r in (0, 8)
-    )
-    fewer += 1  # lost to the terms that the preconditioner has not seen
-    assert plain.terms == plain.work == n * K
-    assert (ranked.rank, ranked.rank_terms) == (16, 1000)
-    # 16 products of one column over a tenth of the terms, in blocks of 8; an iteration is 1 + 4q forwards
-    assert ranked.terms == pytest.approx(n * fewer + 1000 * 2 * (1 + 4 * 8) / (1 + 4 * queries))
+    cg, K = choice.of("cg"), math.ceil(KNOWN.cg_iterations(damping, queries, tolerance=tolerance))
+    assert cg.terms == cg.work == n * K
     lissa = choice.of("lissa")
     assert KNOWN.density is not None
     needed = 2 * 1.5 * KNOWN.density.second_dimension(damping).value / (2 * (1 - 0.995))
@@ -75,15 +62,9 @@ def test_the_costs_are_those_of_the_rule(queries: int) -> None:
     assert lissa.terms == plan.num_term_products >= needed * 0.99
 
 
-def test_conjugate_gradients_by_default_and_preconditioned_where_that_is_cheaper() -> None:
-    little = chosen(20.0, num_terms=500)
-    assert (little.best.solver, little.best.rank) == ("cg", 0)
-    small_damping = chosen(0.005, num_terms=500)
-    assert (small_damping.best.solver, small_damping.best.rank) == ("cg", 16)
-    assert small_damping.best.work < of_kind(small_damping, rank=False).work
-    many_queries = chosen(0.005, num_terms=500, queries=100)  # a block of them needs no help
-    assert (many_queries.best.solver, many_queries.best.rank) == ("cg", 0)
-    assert all(a.rank == 0 for a in chosen(num_terms=100).alternatives)  # 16 directions of 10 terms
+def test_conjugate_gradients_by_default() -> None:
+    for damping, queries in ((20.0, 1), (0.005, 1), (0.005, 100)):
+        assert chosen(damping, num_terms=500, queries=queries).best.solver == "cg"
 
 
 def test_lissa_where_twice_its_cost_is_less() -> None:
@@ -119,10 +100,13 @@ def test_starting_passes_counts() -> None:
 
 def test_memory_rules_out() -> None:
     vector = 4.0 * 1000
-    assert chosen(0.005, num_terms=500).best.rank == 16
-    tight = chosen(0.005, num_terms=500, memory_bytes=8 * vector)  # eight copies: no preconditioner
-    assert (tight.best.solver, tight.best.rank) == ("cg", 0)
-    assert of_kind(tight, rank=True).impossible.startswith("its vectors need")
+    copies = {a.solver: a.memory_copies for a in chosen(0.005, num_terms=500, chains=4).alternatives}
+    less = min(copies, key=lambda solver: copies[solver])
+    more = max(copies, key=lambda solver: copies[solver])
+    assert copies[less] < copies[more]
+    tight = chosen(0.005, num_terms=500, memory_bytes=copies[less] * vector)
+    assert tight.best.solver == less
+    assert tight.of(more).impossible.startswith("its vectors need")
     assert "impossible" in tight.words()
     assert "impossible" in str(tight)
     with pytest.raises(OptionError, match=r"conjugate gradients: its vectors need .*LiSSA: its vectors need"):
@@ -136,7 +120,7 @@ def test_words_name_every_alternative_and_the_accuracy() -> None:
         assert all(a.name in text for a in choice.alternatives)
     assert "0.99" in choice.words()
     assert "seconds" not in choice.words()
-    assert [line[0] for line in str(choice).splitlines()] == ["→", " ", " "]
+    assert [line[0] for line in str(choice).splitlines()] == ["→", " "]
 
 
 def test_seconds_follow_from_the_timed_product() -> None:
@@ -180,22 +164,16 @@ def test_planning_takes_no_time_whatever_the_spectrum(condition: float, kind: st
 # --- what is predicted comes true ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["cg", "preconditioned", "lissa"])
+@pytest.mark.parametrize("kind", ["cg", "lissa"])
 def test_every_alternative_reaches_what_was_asked_at_about_its_cost(kind: str) -> None:
     problem = digits.problem()
     gnh, queries = problem.gnh, 6
     spectrum = estimate_spectrum(gnh, generator=generator(), probes=100)
     damping = spectrum.lambda_max.value / 100
     choice = choose(spectrum, damping, num_terms=gnh.num_terms, queries=queries, accuracy=0.99)
-    alternative = choice.of("lissa") if kind == "lissa" else of_kind(choice, rank=kind == "preconditioned")
-    preconditioner, spent = None, 0.0
-    if alternative.rank:
-        preconditioner = nystrom(
-            gnh, damping, rank=alternative.rank, terms=alternative.rank_terms, generator=generator(1)
-        ).shrunk()
-        spent = alternative.terms - gnh.num_terms * math.floor(alternative.terms / gnh.num_terms)
+    alternative = choice.of(kind)
     plan = Plan.tuned(spectrum, damping, num_terms=gnh.num_terms, refine=alternative.refine, chains=4)
-    solver = make_solver(alternative, plan, accuracy=0.99, preconditioner=preconditioner, verify=False)
+    solver = make_solver(alternative, plan, accuracy=0.99, verify=False)
     train, test = digits.load()
     rhs = gnh.gradients([test[i] for i in range(queries)])
     solution = solver.solve(Damped(gnh, damping), rhs, generator=generator(1))
@@ -203,13 +181,13 @@ def test_every_alternative_reaches_what_was_asked_at_about_its_cost(kind: str) -
     exact = problem.exact_scores(damping)[:queries]
     assert float(correlation(scores.cpu(), exact).mean()) >= 0.988  # it is an expectation
     residual = 8 * 4 * plan.batch_size if isinstance(solver, Lissa) else 0
-    assert 0.5 <= (spent + solution.num_term_products - residual) / alternative.terms <= 1.6
+    assert 0.5 <= (solution.num_term_products - residual) / alternative.terms <= 1.6
 
 
 def test_the_solver_that_is_made() -> None:
     plan = Plan.tuned(KNOWN, 0.5, num_terms=10_000, chains=3)
     choice = chosen(chains=3)
-    cg = make_solver(of_kind(choice, rank=False), plan, accuracy=0.99, verify=False)
+    cg = make_solver(choice.of("cg"), plan, accuracy=0.99, verify=False)
     assert isinstance(cg, ConjugateGradient)
     assert (cg.tolerance, cg.score_error, cg.verify) == (tolerance_for(0.99), relative_error(0.99), False)
     assert cg.largest == KNOWN.largest(3.0)

@@ -50,7 +50,8 @@ def invoke(*arguments: object, code: int = 0) -> Any:
 
 @pytest.fixture(scope="module")
 def printed(model: str) -> dict[str, Any]:
-    return json.loads(invoke("plan", model, "--damping-sweep", "--json").stdout)
+    asked = ("--damping", "lambda_max/200", "--damping-sweep", "--json")
+    return json.loads(invoke("plan", model, *asked).stdout)
 
 
 def eigenvalues() -> torch.Tensor:

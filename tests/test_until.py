@@ -178,7 +178,13 @@ def test_on_digits_the_claimed_set_is_the_exact_one() -> None:
     _, test = digits.load()
     queries = [test[i] for i in range(8)]
     result = whence.attribute(
-        problem.model, problem.train, queries, task=Classification(), until="top-10 stable", baseline=False
+        problem.model,
+        problem.train,
+        queries,
+        task=Classification(),
+        damping="lambda_max/200",
+        until="top-10 stable",
+        baseline=False,
     )
     exact = problem.exact_scores(result.solve.plan.damping)[:8].topk(10).indices
     stable = top_is_separated(result.scored, 10, 0.95)

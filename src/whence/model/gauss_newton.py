@@ -150,7 +150,12 @@ class GaussNewton(LinearOperator):
         return self._of_all.matvec(vector)
 
     def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor]:
-        return self._of_all.matvec_with_slopes(vector)
+        self.check_vector(vector)
+        result, slopes = self.zeros(vector.columns), Slopes(self.terms, vector.columns or 1)
+        positions, weight = torch.arange(len(self.terms)), self.terms.weight(len(self.terms))
+        for batch in self.terms.batches(positions, self.examples_at_once(vector)):
+            self._product(batch, vector, result, weight, slopes=slopes)
+        return result, slopes.values
 
     def quadratic_form(self, vector: ParamVector) -> Tensor:
         return self._of_all.quadratic_form(vector)
