@@ -71,9 +71,10 @@ def judge_one(answer: Answer, outcomes: Outcomes) -> dict[str, Any]:
         "seconds": round(answer.seconds, 2),
     }
     if broken := broken_queries(answer.scores):
-        return {**about, "lds": None, "low": None, "high": None, "broken_queries": broken}
+        return {**about, "lds": None, "low": None, "high": None, "ceiling": None, "broken_queries": broken}
     score = linear_datamodeling_score(answer.scores, outcomes, generator=torch.Generator().manual_seed(2))
-    return {**about, "lds": score.value, "low": score.low, "high": score.high, "broken_queries": 0}
+    interval = {"lds": score.value, "low": score.low, "high": score.high, "ceiling": score.ceiling}
+    return {**about, **interval, "broken_queries": 0}
 
 
 def broken_queries(scores: Tensor) -> int:
@@ -98,13 +99,14 @@ def show(peer: str, works: dict[str, Any]) -> None:
                 name,
                 *(in_words(result["settings"][setting]) for setting in settings),
                 in_words(best),
-                "" if best is None else f"{best['multiple']:.2g}" + (" (the last)" if at_the_end else ""),
+                "" if best is None else f"{best['ceiling']:.3f}",
+                "" if best is None else f"{best['multiple']:.2g}" + (" (an end)" if at_the_end else ""),
                 f"{seconds:.1f} s",
             )
         )
     report(
         f"LDS of {peer}, with 95% intervals; dampings of the grid are multiples of the {unit}",
-        ("work", *settings, "best of ten", "at", f"CPU, {settings[0]}"),
+        ("work", *settings, "best of ten", "ceiling", "at", f"CPU, {settings[0]}"),
         rows,
     )
 
