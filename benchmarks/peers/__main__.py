@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.peers.answers import DIRECTORY, Answer, Answers
 from benchmarks.timing import RESULTS, report, save
+from benchmarks.truth import DIRECTORY as TRUTHS
 from benchmarks.truth import truth
 from benchmarks.works import WORKS, work
 from whence.validation import Outcomes, linear_datamodeling_score
@@ -30,12 +31,10 @@ def main() -> None:
             kept = DIRECTORY / peer / f"{name}.safetensors"
             if not kept.exists():
                 continue
-            try:
-                outcomes = truth(work(name))
-            except FileNotFoundError:
+            if not (TRUTHS / kept.name).exists():
                 print(f"{name}: no ground truth yet; see python -m benchmarks.truth")
                 continue
-            results.setdefault(peer, {})[name] = judge(Answers.load(kept), outcomes)
+            results.setdefault(peer, {})[name] = judge(Answers.load(kept), truth(work(name)))
             judged += 1
     results = {
         peer: {name: results[peer][name] for name in WORKS if name in results[peer]} for peer in results
