@@ -6,8 +6,9 @@ Settings of its own: "default" is `ScoreArguments()`, an absolute damping of 1e-
 a tenth of the mean eigenvalue of each layer. The grid gives all layers one damping, a multiple of the mean eigenvalue
 over all of them.
 
-As in its example for GPT-2, language models are followed through the linear layers of attention and MLP, Conv1D
-replaced by Linear; embeddings, norms and the tied head are left out, which EK-FAC there does not cover. Losses are
+Every linear and convolutional layer is followed, which is its default; embeddings and norms it does not cover. Language
+models are so followed through attention, MLP and head, with GPT-2's Conv1D replaced by Linear as in its example. That
+example leaves the head out: on our GPT-2 this gave an LDS of 0.26 at the best damping, against 0.36 with it. Losses are
 summed over examples and tokens, queries are asked about by their loss.
 
 `--check` compares with EK-FAC written out densely (for labels of the data, since sampled ones are random), and, at a
@@ -37,8 +38,8 @@ from whence.tasks import Task
 class Losses(kronfluence.task.Task):
     """A work's loss, as Kronfluence asks for it: summed, and with labels drawn from the model on demand."""
 
-    def __init__(self, task: Task, modules: list[str] | None = None) -> None:
-        self.task, self.modules = task, modules
+    def __init__(self, task: Task) -> None:
+        self.task = task
 
     def compute_train_loss(self, batch: list[Tensor], model: nn.Module, sample: bool = False) -> Tensor:
         if isinstance(self.task, Regression):
@@ -58,9 +59,6 @@ class Losses(kronfluence.task.Task):
     def compute_measurement(self, batch: list[Tensor], model: nn.Module) -> Tensor:
         return self.compute_train_loss(batch, model)
 
-    def get_influence_tracked_modules(self) -> list[str] | None:
-        return self.modules
-
 
 class Factors:
     """Kronfluence with the factors of a model fitted.
@@ -72,14 +70,11 @@ class Factors:
     def __init__(
         self, model: nn.Module, task: Task, train: Sequence[Tensor], arguments: FactorArguments | None = None
     ) -> None:
-        modules = None
         self.batch = 256
         if isinstance(task, LanguageModeling):
             linearise(model)
-            linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-            modules = [name for name in linear if name != "lm_head"]
             self.batch = 16
-        losses = Losses(task, modules)
+        losses = Losses(task)
         self.train = TensorDataset(*train)
         self.directory = tempfile.TemporaryDirectory()
         torch.manual_seed(0)  # labels are drawn from the model
