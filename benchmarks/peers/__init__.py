@@ -8,7 +8,8 @@ Every peer lives in an environment of its own, which `make peers` makes beside o
     OMP_NUM_THREADS=1 .venv-kronfluence/bin/python -m benchmarks.peers.kronfluence --check
     OMP_NUM_THREADS=1 .venv-kronfluence/bin/python -m benchmarks.peers.kronfluence [NAME …]
 
-That trains each work on all of its data and leaves the peer's scores in ``runs/peers``. Then, in our environment,
+That trains each work on all of its data and leaves the peer's scores in ``runs/peers``: what is there is not asked
+again, what was interrupted goes on. Then, in our environment,
 
     python -m benchmarks.peers [NAME …]
 

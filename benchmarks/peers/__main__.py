@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers.answers import DIRECTORY, Answer, Answers
+from benchmarks.peers.answers import Answer, Answers, kept
 from benchmarks.timing import RESULTS, report, save
 from benchmarks.truth import DIRECTORY as TRUTHS
 from benchmarks.truth import truth
@@ -23,18 +23,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.split(":")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(WORKS)}; all by default")
     options = parser.parse_args()
-    path = RESULTS / "peers_damping.json"
-    results = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
+    earlier = RESULTS / "peers_damping.json"
+    results = json.loads(earlier.read_text(encoding="utf-8"))["results"] if earlier.exists() else {}
     judged = 0
     for peer in PEERS:
         for name in options.names or WORKS:
-            kept = DIRECTORY / peer / f"{name}.safetensors"
-            if not kept.exists():
+            path = kept(peer, work(name).name)
+            if not path.exists():
                 continue
-            if not (TRUTHS / kept.name).exists():
+            answers = Answers.load(path)
+            if not answers.complete:
+                print(f"{name}: {peer} has not been asked at every damping yet")
+                continue
+            if not (TRUTHS / path.name).exists():
                 print(f"{name}: no ground truth yet; see python -m benchmarks.truth")
                 continue
-            results.setdefault(peer, {})[name] = judge(Answers.load(kept), truth(work(name)))
+            results.setdefault(peer, {})[name] = judge(answers, truth(work(name)))
             judged += 1
     results = {
         peer: {name: results[peer][name] for name in WORKS if name in results[peer]} for peer in results

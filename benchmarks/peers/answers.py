@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["DIRECTORY", "Answer", "Answers", "versions"]
+__all__ = ["Answer", "Answers", "kept", "versions"]
 
 DIRECTORY = Path("runs") / "peers"
 
@@ -48,6 +48,7 @@ class Answers:
         seconds: of the processor, for what all dampings share.
         answers: one for each damping.
         versions: of the peer and what it runs on.
+        complete: whether every damping has been asked.
     """
 
     peer: str
@@ -57,10 +58,11 @@ class Answers:
     seconds: float
     answers: Sequence[Answer]
     versions: dict[str, str]
+    complete: bool = True
 
     def save(self) -> Path:
         """Write them below `DIRECTORY`."""
-        path = DIRECTORY / self.peer / f"{self.work}.safetensors"
+        path = kept(self.peer, self.work)
         path.parent.mkdir(parents=True, exist_ok=True)
         about: dict[str, Any] = {**vars(self), "answers": []}
         for each in self.answers:
@@ -78,6 +80,11 @@ class Answers:
                 Answer(**each, scores=file.get_tensor(str(i))) for i, each in enumerate(about["answers"])
             ]
         return cls(**{**about, "answers": answers})
+
+
+def kept(peer: str, work: str) -> Path:
+    """Where a peer's scores of a work are, once it has been asked."""
+    return DIRECTORY / peer / f"{work}.safetensors"
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.answers import Answer, Answers, versions
+from benchmarks.peers.answers import Answer, Answers, kept, versions
 from benchmarks.works import WORKS, Data, Work, work
 from whence import LanguageModeling
 from whence.tasks import Task
@@ -60,22 +60,36 @@ def queries(data: Data, count: int) -> list[Tensor]:
 
 
 def ask(peer: Peer, of: Work) -> Answers:
-    """Train a work on all of its data and score it at every damping."""
+    """Train a work on all of its data and score it at every damping, keeping each; what is kept is not asked again."""
+    path = kept(peer.name, of.name)
+    before = Answers.load(path) if path.exists() else None
+    if before is not None and before.complete:
+        return before
     data = of.data()
     trained = of.fit(range(len(data.train[0])), 1000)
     started = time.process_time()
     prepared = peer.prepare(trained.model, of.task, data.train)
-    shared = time.process_time() - started
+    answers = Answers(
+        peer.name,
+        of.name,
+        peer.unit,
+        prepared.scale,
+        seconds=time.process_time() - started,
+        answers=() if before is None else before.answers,
+        versions=versions(peer.name, "torch", "whence"),
+        complete=False,
+    )
     asked = [(setting, damping, None) for setting, damping in peer.settings.items()]
     asked += [("grid", multiple * prepared.scale, multiple) for multiple in peer.multiples]
-    answers = []
-    for setting, damping, multiple in asked:
+    for setting, damping, multiple in asked[len(answers.answers) :]:
         started = time.process_time()
         scores = prepared.scores(queries(data, of.queries), damping)
-        answers.append(Answer(setting, damping, multiple, time.process_time() - started, scores))
-    return Answers(
-        peer.name, of.name, peer.unit, prepared.scale, shared, answers, versions(peer.name, "torch", "whence")
-    )
+        answer = Answer(setting, damping, multiple, time.process_time() - started, scores)
+        answers = replace(answers, answers=(*answers.answers, answer))
+        answers.save()
+    answers = replace(answers, complete=True)
+    answers.save()
+    return answers
 
 
 def main(peer: Peer, check: Callable[[], None]) -> None:
@@ -94,6 +108,5 @@ def main(peer: Peer, check: Callable[[], None]) -> None:
             print(f"{name}: {peer.name} is not asked about language models", flush=True)
             continue
         answers = ask(peer, work(name))
-        path = answers.save()
         seconds = answers.seconds + sum(answer.seconds for answer in answers.answers)
-        print(f"{name}: {len(answers.answers)} dampings, {seconds:.0f} s, {path}", flush=True)
+        print(f"{name}: {len(answers.answers)} dampings, {seconds:.0f} s", flush=True)
