@@ -12,7 +12,8 @@ example leaves the head out: on our GPT-2 this gave an LDS of 0.26 at the best d
 summed over examples and tokens, queries are asked about by their loss.
 
 `--check` compares with EK-FAC written out densely (for labels of the data, since sampled ones are random), and, at a
-damping that outgrows the curvature, with dot products of gradients, also of a convolution.
+damping that outgrows the curvature, with dot products of gradients, also of a convolution. Language models are not
+compared: their heads share weights with embeddings that Kronfluence leaves out.
 """
 
 from __future__ import annotations
