@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
+PEERS := kronfluence dattri
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
 # What `make reproduce` makes, and how: see `python -m reproduction --help`.
 NAME ?= all
 PROFILE ?= quick
 
-.PHONY: help demo reproduce test test-slow check format bench browser clean
+.PHONY: help demo reproduce test test-slow check format bench peers browser clean
 
 help:
 	@echo "make demo       train two small models, ask them questions, write the pages (minutes)"
@@ -17,6 +18,7 @@ help:
 	@echo "make test-slow  the tests that need minutes each or downloaded weights"
 	@echo "make check      lint, types, import contracts"
 	@echo "make bench      speed, memory and agreement with retraining"
+	@echo "make peers      agreement of other libraries with retraining, over dampings (hours)"
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/whence demo --output demo
@@ -46,6 +48,13 @@ bench: $(BENCH_VENV)/.installed
 	$(BENCH_VENV)/bin/python -m benchmarks.scoring
 	$(BENCH_VENV)/bin/python -m benchmarks.datamodeling
 
+# Every peer is asked in an environment of its own; what it answered is judged in ours.
+peers: $(VENV)/.installed $(PEERS:%=.venv-%/.installed)
+	set -e; for peer in $(PEERS); do \
+	  .venv-$$peer/bin/python -m benchmarks.peers.$$peer --check; \
+	  OMP_NUM_THREADS=1 .venv-$$peer/bin/python -m benchmarks.peers.$$peer; done
+	$(VENV)/bin/python -m benchmarks.peers
+
 # Pages are tested in a real browser. Where it is missing and may be installed, it is.
 browser:
 	@if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; then \
@@ -67,5 +76,11 @@ $(BENCH_VENV)/.installed: pyproject.toml constraints.txt benchmarks/requirements
 	$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r benchmarks/requirements.txt
 	touch $@
 
+$(PEERS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints.txt benchmarks/peers/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install $(PIP_FLAGS) -e '.[demo]'
+	.venv-$*/bin/python -m pip install $(PIP_FLAGS) --no-deps -r benchmarks/peers/$*.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(PEERS:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,20 @@
+"""How well peers predict retraining on our works, at their defaults and over ten dampings each.
+
+Every peer lives in an environment of its own, which `make peers` makes beside ours. By hand, for one of them:
+
+    python3 -m venv .venv-kronfluence
+    .venv-kronfluence/bin/python -m pip install -c constraints.txt -e '.[demo]'
+    .venv-kronfluence/bin/python -m pip install -c constraints.txt --no-deps -r benchmarks/peers/kronfluence.txt
+    OMP_NUM_THREADS=1 .venv-kronfluence/bin/python -m benchmarks.peers.kronfluence --check
+    OMP_NUM_THREADS=1 .venv-kronfluence/bin/python -m benchmarks.peers.kronfluence [NAME …]
+
+That trains each work on all of its data and leaves the peer's scores in ``runs/peers``: what is there is not asked
+again, what was interrupted goes on. Then, in our environment,
+
+    python -m benchmarks.peers [NAME …]
+
+compares them with the ground truth, adds to ``benchmarks/results/peers_damping.json`` and shows the table.
+
+The best of ten dampings is picked by the ground truth itself, which no user has: it is a bound on what tuning could
+bring, and favours the peer.
+"""

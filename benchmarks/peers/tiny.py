@@ -1,0 +1,102 @@
+"""A problem small enough for dense algebra, to check what peers' scores mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, vmap
+from torch.nn import functional as F
+
+from benchmarks.works import mlp
+
+__all__ = ["agree", "dense_ekfac", "dense_hessian", "dot_products", "network", "picture_network"]
+
+#: Of training examples and queries.
+TRAIN, QUERIES = 40, 5
+
+
+def network() -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    """A small network with a tanh layer, its training data and queries; three classes."""
+    torch.manual_seed(0)
+    model = mlp(3, 4, 3, activation=nn.Tanh).eval()
+    return model, _labelled(torch.randn(TRAIN, 3)), _labelled(torch.randn(QUERIES, 3))
+
+
+def picture_network() -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    """A convolution and a linear layer, their training data and queries; three classes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3)
+    ).eval()
+    return model, _labelled(torch.randn(TRAIN, 1, 6, 6)), _labelled(torch.randn(QUERIES, 1, 6, 6))
+
+
+def _labelled(x: Tensor) -> list[Tensor]:
+    return [x, x.flatten(1)[:, :3].argmax(1)]
+
+
+def dot_products(model: nn.Module, train: list[Tensor], queries: list[Tensor]) -> Tensor:
+    """Of the gradients of queries' and examples' losses, ``[queries, train]``: positive where the example helps."""
+    return _gradients(model, queries) @ _gradients(model, train).T
+
+
+def dense_hessian(model: nn.Module, train: list[Tensor], queries: list[Tensor], damping: float) -> Tensor:
+    """Scores with the Hessian of the mean loss of the training data."""
+    parameters = dict(model.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+
+    def loss(flat: Tensor) -> Tensor:
+        parts = flat.split([shape.numel() for shape in shapes.values()])
+        values = {name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+        return F.cross_entropy(functional_call(model, values, train[0]), train[1])
+
+    curvature = hessian(loss)(torch.cat([p.detach().flatten() for p in parameters.values()])).double()
+    damped = curvature + damping * torch.eye(len(curvature), dtype=torch.float64)
+    solved = torch.linalg.solve(damped, _gradients(model, queries).T)
+    return solved.T @ _gradients(model, train).T
+
+
+def dense_ekfac(model: nn.Module, train: list[Tensor], queries: list[Tensor], damping: float) -> Tensor:
+    """Scores with EK-FAC of the empirical Fisher of linear layers, each layer's basis written out."""
+    total = torch.zeros(len(queries[0]), len(train[0]), dtype=torch.float64)
+    for layer in (module for module in model.modules() if isinstance(module, nn.Linear)):
+        (a, g), (query_a, query_g) = _layer(model, layer, train), _layer(model, layer, queries)
+        basis = torch.kron(torch.linalg.eigh(g.T @ g)[1], torch.linalg.eigh(a.T @ a)[1])
+        rows = torch.einsum("no,ni->noi", g, a).flatten(1) @ basis
+        query_rows = torch.einsum("no,ni->noi", query_g, query_a).flatten(1) @ basis
+        total += query_rows / (rows.square().mean(0) + damping) @ rows.T
+    return total
+
+
+def _layer(model: nn.Module, layer: nn.Linear, data: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """A layer's inputs, with a one for the bias, and the gradients of its outputs."""
+    seen: list[Tensor] = []
+
+    def hook(_: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
+        seen.extend((inputs[0], outputs))
+
+    handle = layer.register_forward_hook(hook)
+    loss = F.cross_entropy(model(data[0]), data[1], reduction="sum")
+    handle.remove()
+    (gradient,) = torch.autograd.grad(loss, seen[1])
+    inputs = seen[0].detach().double()
+    return torch.cat([inputs, torch.ones(len(inputs), 1, dtype=torch.float64)], 1), gradient.double()
+
+
+def _gradients(model: nn.Module, data: list[Tensor]) -> Tensor:
+    """Of each example's loss, ``[examples, parameters]``."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(model, values, x.unsqueeze(0)), y.unsqueeze(0))
+
+    gradients = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, *data)
+    return torch.cat([part.flatten(1) for part in gradients.values()], 1).double()
+
+
+def agree(what: str, found: Tensor, expected: Tensor, *, tolerance: float = 1e-3) -> None:
+    """Print the relative difference of two matrices of scores; end the program where it is too large."""
+    difference = float((found.double() - expected).norm() / expected.norm())
+    print(f"{what}: relative difference {difference:.1e}")
+    if not difference < tolerance:
+        raise SystemExit(f"{what}: the scores are not what they should be")
