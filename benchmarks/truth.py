@@ -26,7 +26,7 @@ def truth(of: Work) -> Outcomes:
     """Losses of a work's queries after training on halves, as kept.
 
     Raises:
-        FileNotFoundError: nobody has trained them yet.
+        RunDirectoryError: nobody has trained them yet.
     """
     return Outcomes.load(DIRECTORY / f"{of.name}.safetensors")
 

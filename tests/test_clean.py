@@ -138,9 +138,10 @@ def test_harm_is_the_sum_of_the_scores() -> None:
         run(exact_solves=0).most_harmful()
 
 
-def test_the_damping_is_attributes_own() -> None:
+def test_the_damping_is_a_part_of_the_largest_eigenvalue() -> None:
     model, train, queries = problem()
-    scores = attribute(model, train, queries, task=Classification(), baseline=False)
+    named = "lambda_max/200"
+    scores = attribute(model, train, queries, task=Classification(), damping=named, baseline=False)
     assert finished().found.damping == scores.solve.plan.damping
 
 

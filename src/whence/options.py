@@ -202,6 +202,9 @@ class Options(RunOptions):
 class CleanOptions(RunOptions):
     """Options of `whence.clean`."""
 
+    damping: float | str = option(
+        "auto", "λ, or 'auto': λmax/200; any other part of λmax is written 'lambda_max/50'.", common=True
+    )
     by: str = option(
         "self-influence",
         "What ranks the examples: self-influence, loss or gradient-norm. All three are computed and shown.",

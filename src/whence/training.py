@@ -42,8 +42,8 @@ class Training:
         root_moment: Adam's √v̂ at the end, with its ε; where it is adaptive and this is not known, it is measured anew.
 
     Example:
-        >>> Training.read({"optimizer": "sgd", "rate": 0.1, "steps": 500, "momentum": 0.9}).time
-        500.0
+        >>> Training.read({"optimizer": "sgd", "rate": 0.1, "steps": 500, "momentum": 0.5}).time
+        100.0
     """
 
     rate: float

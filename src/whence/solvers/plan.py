@@ -20,16 +20,16 @@ from whence.units import format_bytes, format_duration
 
 __all__ = ["Plan", "auto_damping", "check_damping", "part_of_auto", "resolve_damping"]
 
-#: κ = λmax/λ of the automatic damping.
+#: κ = λmax/λ where nothing but the spectrum is known.
 AUTO_CONDITION_NUMBER = 200.0
 _PART = re.compile(r"(auto|lambda_max|λmax) */ *(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 
 
 def auto_damping(spectrum: Spectrum) -> float:
-    """``λ = λmax / 200``: where influence agreed best with retraining, in so far as that was measured.
+    """``λ = λmax / 200``, where nothing but the spectrum is known; `whence.attribution.damping` has the better rule.
 
-    On digits, the linear datamodeling score over κ = λmax/λ has a flat top from 100 to 400 and falls on both sides: a
-    larger λ makes influence a gradient dot product, a smaller one fits noise in flat directions, and costs more.
+    A larger λ makes influence a gradient dot product, a smaller one fits noise in flat directions, and costs more. The
+    best κ = λmax/λ was between 2 and 1,500 on the works of ``benchmarks.damping``.
     """
     return spectrum.lambda_max.value / AUTO_CONDITION_NUMBER
 
@@ -40,11 +40,11 @@ def check_damping(damping: float | str) -> None:
         part = _PART.fullmatch(damping)
         if damping != "auto" and (part is None or not 0 < float(part[2]) < math.inf):
             raise OptionError(
-                f"damping is {damping!r}; give a positive number, 'auto' (λmax/200), a part of it as 'auto/4', or a "
+                f"damping is {damping!r}; give a positive number, 'auto', a part of it as 'auto/4', or a "
                 "part of λmax as 'lambda_max/50'"
             )
     elif not 0 < damping < math.inf:
-        raise OptionError(f"damping is {damping}; give a positive number or 'auto' (λmax/200)")
+        raise OptionError(f"damping is {damping}; give a positive number or 'auto'")
 
 
 def resolve_damping(damping: float | str, spectrum: Spectrum) -> float:
