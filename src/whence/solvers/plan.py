@@ -29,7 +29,7 @@ def auto_damping(spectrum: Spectrum) -> float:
     """``λ = λmax / 200``, where nothing but the spectrum is known; `whence.attribution.damping` has the better rule.
 
     A larger λ makes influence a gradient dot product, a smaller one fits noise in flat directions, and costs more. The
-    best κ = λmax/λ was between 2 and 1,500 on the works of ``benchmarks.damping``.
+    best κ = λmax/λ was between 3 and 3,000 on the works of ``benchmarks.damping``.
     """
     return spectrum.lambda_max.value / AUTO_CONDITION_NUMBER
 
