@@ -69,6 +69,7 @@ def measure(of: Work) -> dict[str, Any]:
         torch.tensor(TIMES, dtype=torch.float64),
         generator=torch.Generator().manual_seed(1),
     )
+    assert stability is not None
     found["measured"] = {
         "damping": TIMES,
         "lds": curve(shifted, TIMES, outcomes),

@@ -151,6 +151,7 @@ def test_halves_agree_as_dense_solves_on_them_do() -> None:
     dampings = torch.tensor([0.02, 0.2, 2.0], dtype=torch.float64)
     rhs = gnh.gradients(train[:4])
     found = measure_stability(gnh, rhs, dampings, generator=torch.Generator().manual_seed(3))
+    assert found is not None
     random = torch.Generator().manual_seed(3)
     signs = torch.randint(0, 2, (4, 4), generator=random).double() * 2 - 1
     order = torch.randperm(len(train), generator=random)
@@ -224,3 +225,12 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     partly.state[model[0].weight] = {"step": 1, "exp_avg_sq": torch.ones_like(model[0].weight)}  # type: ignore[index]
     with pytest.raises(OptionError, match="did not train them"):
         attribute(model, train, train[:1], task=TASK, training=partly)
+
+
+@pytest.mark.parametrize("count", [1, 2, 20])
+def test_few_or_equal_examples_need_no_halves(count: int) -> None:
+    torch.manual_seed(0)
+    example = (torch.randn(2), 1)
+    result = attribute(nn.Linear(2, 3).eval(), [example] * count, [example], task=TASK)
+    assert result.solve.plan.damping == pytest.approx(GUESS)
+    assert bool(result.scores.isfinite().all())

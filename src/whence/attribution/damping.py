@@ -139,7 +139,7 @@ def weigh(run: Run, job: Job, gradients: ParamVector, spectrum: Spectrum) -> Wei
         found, stability = least, None
         if part is not None and job.training is None:
             stability = stable_from(least)
-            found = stability.damping_for(AGREEMENT)
+            found = least if stability is None else stability.damping_for(AGREEMENT)
         if stability is not None and found > least:
             words += (
                 f" There, scores by two halves of the data agree to {float(stability.agreement[0]):.2f} only, so it "
@@ -152,7 +152,7 @@ def weigh(run: Run, job: Job, gradients: ParamVector, spectrum: Spectrum) -> Wei
             stability = stable_from(found)
         return Weighed(found, words, stability)
 
-    def stable_from(damping: float) -> Stability:
+    def stable_from(damping: float) -> Stability | None:
         grid = damping * torch.logspace(0, _GRID - 1, _GRID, base=_STEP, dtype=torch.float64)
         return measure_stability(job.gnh, gradients, grid, generator=job.options.generator(6))
 

@@ -30,10 +30,14 @@ __all__ = ["COLUMNS", "Stability", "measure_stability"]
 
 #: Right-hand sides that stability is measured with.
 COLUMNS = 4
+#: Fewer examples than this have no halves to speak of.
+_HALVED = 4
 #: The scores' error that solving for a half may leave.
 _SCORE_ERROR = 0.15
 #: One score in so many counts as large.
 _LARGE = 50
+#: Scores whose spread is less than this part of their size are all the same.
+_SAME = 1e-5
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -82,8 +86,10 @@ class Stability:
 
 def measure_stability(
     gnh: GaussNewton, gradients: ParamVector, dampings: Tensor, *, generator: torch.Generator
-) -> Stability:
+) -> Stability | None:
     """Solve for a few mixtures of the queries' gradients on two halves of the data.
+
+    None where there is nothing to measure: fewer than four examples, or gradients that are zero.
 
     Args:
         gnh: H over all of the data.
@@ -92,9 +98,14 @@ def measure_stability(
         generator: draws the halves and the mixtures.
     """
     n = len(gnh.terms)
+    if n < _HALVED:
+        return None
     rhs = _mixtures(gnh, gradients, generator)
     order = torch.randperm(n, generator=generator, device=generator.device).cpu()
-    halves = [_solved(gnh, half, rhs, float(dampings[0])) for half in (order[: n // 2], order[n // 2 :])]
+    solved = [_solved(gnh, half, rhs, float(dampings[0])) for half in (order[: n // 2], order[n // 2 :])]
+    halves = [shifted for shifted in solved if shifted is not None]
+    if len(halves) < 2:
+        return None
     agreement, spread, relative = [], [], []
     many = max(1, n // _LARGE)
     for damping in dampings.tolist():
@@ -113,11 +124,9 @@ def measure_stability(
     )
 
 
-def _solved(gnh: GaussNewton, half: Tensor, rhs: ParamVector, damping: float) -> Shifted:
+def _solved(gnh: GaussNewton, half: Tensor, rhs: ParamVector, damping: float) -> Shifted | None:
     solver = ConjugateGradient(score_error=_SCORE_ERROR, keep_slopes=True, verify=False)
-    solution = solver.solve(Damped(gnh.over(half), damping), rhs, generator=torch.Generator())
-    assert solution.stats.shifted is not None
-    return solution.stats.shifted
+    return solver.solve(Damped(gnh.over(half), damping), rhs, generator=torch.Generator()).stats.shifted
 
 
 def _mixtures(gnh: GaussNewton, gradients: ParamVector, generator: torch.Generator) -> ParamVector:
@@ -138,6 +147,9 @@ def _mixtures(gnh: GaussNewton, gradients: ParamVector, generator: torch.Generat
 
 
 def _correlations(left: Tensor, right: Tensor) -> Tensor:
+    """Row by row; 1 where neither side tells examples apart, so that there is nothing to disagree about."""
+    sizes = [side.norm(dim=1) for side in (left, right)]
     left, right = (side - side.mean(1, keepdim=True) for side in (left, right))
-    found: Tensor = (left * right).sum(1) / (left.norm(dim=1) * right.norm(dim=1)).clamp_min(_TINY)
-    return found
+    product = left.norm(dim=1) * right.norm(dim=1)
+    found: Tensor = (left * right).sum(1) / product.clamp_min(_TINY)
+    return torch.where(product > _SAME**2 * sizes[0] * sizes[1], found, torch.ones_like(found))

@@ -35,6 +35,6 @@ def root_second_moment(gnh: GaussNewton, *, generator: torch.Generator) -> Param
 
 
 def floored(metric: ParamVector) -> ParamVector:
-    """A metric whose entries are at least a thousandth of their root mean square."""
-    least = _FLOOR * float(metric.norm()) / metric.numel**0.5
+    """A metric whose entries are at least a thousandth of their root mean square; ones where all are zero."""
+    least = _FLOOR * float(metric.norm()) / metric.numel**0.5 or 1.0
     return ParamVector({name: part.clamp_min(least) for name, part in metric.items()})
