@@ -9,6 +9,7 @@ from dense import dense_gauss_newton
 from small import DOUBLE, PRODUCTS, Product, classifier, generator, operator
 from whence import ConjugateGradient, Damped, Lissa, ParamVector, Plan, estimate_spectrum
 from whence.errors import OptionError, VectorError
+from whence.preconditioners.ekfac import ekfac
 from whence.scoring import Scorer
 
 DAMPING = 0.05
@@ -84,6 +85,11 @@ def test_lissa_works_in_these_coordinates() -> None:
     values, errors = solution.project(gnh.gradients(gnh.terms.data))
     off = (values - scores_by_dense_matrices()).abs() / errors
     assert float(off.median()) < 2
+
+
+def test_ekfac_knows_no_metric_and_says_so() -> None:
+    with pytest.raises(OptionError, match="has a metric"):
+        ekfac(operator(metric=metric()), DAMPING, generator=generator())
 
 
 def test_what_is_no_metric_is_refused() -> None:

@@ -203,6 +203,10 @@ def _check_options(gnh: GaussNewton, examples: int | None, curvature: str, sampl
         raise OptionError(
             f"EK-FAC is made of a network's layers; give a GaussNewton, not a {type(gnh).__name__}"
         )
+    if gnh.network.metric is not None:
+        raise OptionError(
+            "EK-FAC's factors are of the parameters' own coordinates, and this GaussNewton has a metric; make it without"
+        )
     if curvature not in ("auto", "exact", "sampled"):
         raise OptionError(f"curvature is {curvature!r}; it must be 'auto', 'exact' or 'sampled'")
     if examples is not None and not 1 <= examples <= len(gnh.terms):
