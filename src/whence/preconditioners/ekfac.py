@@ -205,7 +205,7 @@ def _check_options(gnh: GaussNewton, examples: int | None, curvature: str, sampl
         )
     if gnh.network.metric is not None:
         raise OptionError(
-            "EK-FAC's factors are of the parameters' own coordinates, and this GaussNewton has a metric; make it without"
+            "EK-FAC's factors are in the parameters' own coordinates, and this operator has a metric; make it without"
         )
     if curvature not in ("auto", "exact", "sampled"):
         raise OptionError(f"curvature is {curvature!r}; it must be 'auto', 'exact' or 'sampled'")
