@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,33 @@ def test_sgd_keeps_no_count_and_says_so() -> None:
     model, optimizer = trained(torch.optim.SGD, lr=0.1, momentum=0.9)
     with pytest.raises(OptionError, match="how many steps"):
         Training.read(optimizer, model)
+
+
+def test_an_optimizer_whose_state_is_not_read_is_refused() -> None:
+    model, optimizer = trained(torch.optim.RMSprop, lr=0.01)
+    with pytest.raises(OptionError, match="RMSprop"):
+        Training.read(optimizer, model)
+
+
+@pytest.mark.parametrize(
+    ("optim", "schedule", "time"),
+    [
+        ("adamw_torch", "linear", 0.05),
+        ("sgd", "constant", 0.1),
+        ("adafactor", "linear", None),
+        ("sgd", "polynomial", None),
+    ],
+)
+def test_training_arguments(optim: str, schedule: str, time: float | None) -> None:
+    given = SimpleNamespace(
+        learning_rate=1e-3, max_steps=100, weight_decay=0.0, optim=optim, lr_scheduler_type=schedule
+    )
+    if time is None:
+        with pytest.raises(OptionError, match="too little is known"):
+            Training.read(given)
+        return
+    found = Training.read(given)
+    assert (found.time, found.adaptive) == (pytest.approx(time), optim.startswith("adam"))
 
 
 @pytest.mark.parametrize(

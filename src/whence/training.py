@@ -145,12 +145,18 @@ class Training:
                 "these TrainingArguments count epochs, not steps; give the checkpoint's directory or its "
                 "trainer_state.json, or numbers: {'optimizer': …, 'rate': …, 'steps': …}"
             )
-        schedule = getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type)
+        schedule = str(getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type))
+        optimizer = str(getattr(arguments.optim, "value", arguments.optim))
+        if schedule not in _SCHEDULES or not optimizer.startswith(("adam", "sgd")):
+            raise OptionError(
+                f"these TrainingArguments name the optimizer {optimizer} and the schedule {schedule}, of which "
+                "too little is known; give numbers with the mean rate: {'optimizer': …, 'rate': …, 'steps': …}"
+            )
         return cls(
-            rate=arguments.learning_rate * _SCHEDULES.get(str(schedule), 1.0),
+            rate=arguments.learning_rate * _SCHEDULES[schedule],
             steps=arguments.max_steps,
             weight_decay=arguments.weight_decay,
-            adaptive=str(getattr(arguments.optim, "value", arguments.optim)).startswith("adam"),
+            adaptive=optimizer.startswith("adam"),
         )
 
     @classmethod
@@ -230,6 +236,11 @@ class Training:
             raise OptionError(
                 "the optimizer does not say how many steps it took (SGD keeps no count); give numbers: "
                 "{'optimizer': 'sgd', 'rate': …, 'steps': …}"
+            )
+        if not moments:
+            raise OptionError(
+                "the optimizer has rates of its own for every coordinate, as RMSprop and Adafactor have, and keeps them "
+                "in a way that is not read here; give numbers: {'optimizer': 'adam', 'rate': …, 'steps': …}"
             )
         return cls(
             rate=sum(rates) / len(rates),
