@@ -239,7 +239,7 @@ class Training:
             )
         if not moments:
             raise OptionError(
-                "the optimizer has rates of its own for every coordinate, as RMSprop and Adafactor have, and keeps them "
+                "the optimizer has a rate of its own for every coordinate, as RMSprop and Adafactor have, and keeps it "
                 "in a way that is not read here; give numbers: {'optimizer': 'adam', 'rate': …, 'steps': …}"
             )
         return cls(
