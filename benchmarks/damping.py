@@ -27,7 +27,7 @@ from benchmarks.works import WORKS, Trained, Work, work
 from whence import ConjugateGradient, Damped, GaussNewton, attribute, linear_datamodeling_score
 from whence.attribution import damping as rule
 from whence.attribution.stability import measure_stability
-from whence.model.second_moment import floored, root_second_moment
+from whence.model.second_moment import factored, root_second_moment
 from whence.solvers.shifted import Shifted
 from whence.training import Training
 from whence.validation import Outcomes
@@ -76,7 +76,7 @@ def measure(of: Work) -> dict[str, Any]:
         "agreement": stability.agreement.tolist(),
     }
     if recipe.root_moment is not None:
-        own = gnh.in_metric(floored(recipe.root_moment))
+        own = gnh.in_metric(factored(recipe.root_moment, gnh.network))
         _, shifted = solved(own, asked, TIMES[0] / recipe.time)
         dampings = [c / recipe.time for c in TIMES]
         found["optimizer"] = {"times": TIMES, "lds": curve(shifted, dampings, outcomes)}

@@ -26,7 +26,7 @@ from whence.attribution.result import Attribution
 from whence.attribution.stability import Stability, measure_stability
 from whence.errors import OptionError, RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
-from whence.model.second_moment import floored, root_second_moment
+from whence.model.second_moment import factored, root_second_moment
 from whence.options import Options, RunOptions
 from whence.runs import Run, holds, read
 from whence.solvers.plan import part_of_auto, resolve_damping
@@ -78,7 +78,7 @@ def in_metric(run: Run, job: Job) -> Job:
 def metric_of(gnh: GaussNewton, training: Training | None, options: RunOptions) -> ParamVector | None:
     """The diagonal of D; None for the identity: where λ is given without a training, and for SGD."""
     if training is not None and training.root_moment is not None:
-        return floored(_selected(training.root_moment, gnh))
+        return factored(_selected(training.root_moment, gnh), gnh.network)
     adaptive = part_of_auto(options.damping) is not None if training is None else training.adaptive
     return root_second_moment(gnh, generator=options.generator(5)) if adaptive else None
 

@@ -30,6 +30,7 @@ from whence.model.inspection import (
     fitting_micro_batch,
     why_forward_mode_fails,
 )
+from whence.model.layers import ExampleGradients
 from whence.model.network import Network, Receiver, adding_to
 from whence.model.sampled import SampledGaussNewton
 from whence.model.selection import ParameterFilter, select_parameters
@@ -105,6 +106,7 @@ class GaussNewton(LinearOperator):
         check_determinism(self.network, pilot)
         self.micro_batch = micro_batch or fitting_micro_batch(self.network, pilot, memory=ACTIVATION_BUDGET)
         self._differences: FiniteDifferences | None = None
+        self._example_gradients: ExampleGradients | None = None
         self._vectorised: bool | None = None  # whether columns can be vectorised: found out by trying
         #: Why the columns of a block are looped over, where they are.
         self.loop_reason: str | None = None
@@ -398,6 +400,13 @@ class GaussNewton(LinearOperator):
         if self._differences is None:
             self._differences = FiniteDifferences(self.network, batch)
         return self._differences
+
+    def example_gradients(self) -> ExampleGradients:
+        """What reads every example's gradient off one backward pass, in the parameters' own coordinates."""
+        if self._example_gradients is None:
+            pilot = self.terms.fetch(self.terms.longest(2 if len(self.terms) > 1 else 1))
+            self._example_gradients = ExampleGradients(self.network, pilot)
+        return self._example_gradients
 
     def check_vector(self, vector: ParamVector) -> None:
         """Refuse a vector of another space, without making one of this to compare with."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from whence.model.gauss_newton import GaussNewton
+from whence.model.layers import matrices
+from whence.model.network import Network
 from whence.vectors import ParamVector
 
-__all__ = ["BATCH", "floored", "root_second_moment"]
+__all__ = ["BATCH", "factored", "root_second_moment"]
 
 #: Examples of a batch, and batches at most.
 BATCH, _BATCHES = 32, 64
@@ -16,7 +19,7 @@ _FLOOR = 1e-3
 
 
 def root_second_moment(gnh: GaussNewton, *, generator: torch.Generator) -> ParamVector:
-    """``√v``, ``v = mean over batches of (∇ mean loss)²`` entry by entry, floored; a pass over the data at most.
+    """``√v``, ``v = mean over batches of (∇ mean loss)²`` matrix by matrix `factored`; a pass over the data at most.
 
     Adam's own v̂ at the end of training is an average over its last thousand steps or so; this is at one point, and over
     batches of 32 examples whatever the training's were.
@@ -31,10 +34,19 @@ def root_second_moment(gnh: GaussNewton, *, generator: torch.Generator) -> Param
         gradient = gnh.training_gradient(positions)
         total.axpy_(1.0, gradient.mul_(gradient))
         count += 1
-    return floored(total.scale_(1 / count).power(0.5))
+    return factored(total.scale_(1 / count).power(0.5), gnh.network)
 
 
-def floored(metric: ParamVector) -> ParamVector:
-    """A metric whose entries are at least a thousandth of their root mean square; ones where all are zero."""
+def factored(metric: ParamVector, network: Network) -> ParamVector:
+    """The metric as ``D = r cᵀ`` in every matrix of parameters, with the same means of squares by row and by column.
+
+    So it is diagonal in Kronecker's sense too, and EK-FAC can be made in its coordinates. Entries are at least a
+    thousandth of their root mean square; ones where all are zero.
+    """
     least = _FLOOR * float(metric.norm()) / metric.numel**0.5 or 1.0
-    return ParamVector({name: part.clamp_min(least) for name, part in metric.items()})
+    parts: dict[str, Tensor] = {}
+    for matrix in matrices(network):
+        squares = matrix.pack({name: metric[name].clamp_min(least) for name in matrix.names}).square()
+        rows, columns = squares.mean(1, keepdim=True), squares.mean(0, keepdim=True)
+        parts |= matrix.unpack((rows * columns / squares.mean()).sqrt(), metric.shape_of(matrix.weight))
+    return ParamVector({name: parts[name].contiguous() for name in metric})

@@ -1,59 +1,108 @@
-"""EK-FAC: a preconditioner that is diagonal in a Kronecker basis, layer by layer (George et al., 2018).
+"""EK-FAC: H as if it were diagonal in a Kronecker basis, matrix by matrix (George et al., 2018).
 
 A linear layer with inputs ``a`` and gradients ``g`` of its outputs has the gradient ``G = Σ g aᵀ`` on an example.
 With Q_A and Q_G the eigenvectors of the means of ``a aᵀ`` and ``g gᵀ``, its block of H is taken as diagonal in the
 basis ``Q = Q_G ⊗ Q_A``, and the blocks between layers as zero:
 
-    P = Q diag(E) Qᵀ + λ,      E = mean of (Q_Gᵀ G Q_A)² = diagonal of QᵀHQ
+    P = s·Q diag(E) Qᵀ + λ,      E = mean of (Q_Gᵀ G Q_A)² = diagonal of QᵀHQ
 
-The work has three parts: `whence.preconditioners.ekfac_layers` finds the layers that can be covered,
-`whence.preconditioners.ekfac_factors` measures Q and E of each, and `Ekfac` solves with them. Derived in docs/math.md,
-"EK-FAC".
+Every parameter is covered. Where a layer is no linear one, the bases are those of ``G Gᵀ`` and ``Gᵀ G``; where examples
+have no gradients of their own (`whence.model.layers`), those of whole batches take their place, whose labels are drawn
+from the model: they have H as second moment too. A side that is too wide has the identity for a basis.
+
+What P leaves out, above all the blocks between layers, makes it too small along gradients. The scale s makes up for it:
+`whence.preconditioners.scale` measures it. Derived in docs/math.md, "EK-FAC".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from whence.errors import OptionError, VectorError
+from whence.errors import ModelError, OptionError, VectorError
 from whence.model.gauss_newton import ACTIVATION_BUDGET, GaussNewton
+from whence.model.inspection import check_finite
+from whence.model.layers import Call, Matrix, Passed, matrices
 from whence.preconditioners.base import Preconditioner, check_damping
-from whence.preconditioners.ekfac_factors import KroneckerBlock, measure_factors
-from whence.preconditioners.ekfac_layers import supported_layers
+from whence.progress import ticker
+from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
 
 __all__ = ["Ekfac", "KroneckerBlock", "ekfac"]
 
 Curvature = Literal["auto", "exact", "sampled"]
 
-#: Examples with up to this many outputs get the exact curvature by default: a backward pass for each output.
-_EXACT_OUTPUTS = 16
+#: Examples with up to this many outputs get the exact curvature by default: a backward pass for each.
+_EXACT_OUTPUTS = 2
+#: Fewer terms than this are gone over several times with other draws.
+_DRAWN_TERMS = 4096
+#: Sides up to this width always get a basis; wider ones where finding it costs less than a pass over the data.
+_NARROW = 2048
+#: Terms that bases are found from, for every column of the widest.
+_TERMS_PER_COLUMN = 32
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerBlock:
+    """``(Q_G ⊗ Q_A) diag(E) (Q_G ⊗ Q_A)ᵀ`` for one matrix of parameters.
+
+    Attributes:
+        matrix: the parameters, a weight with its bias or any other alone.
+        left: Q_G, ``[rows, rows]``; None for the identity.
+        right: Q_A, ``[columns, columns]``; None for the identity.
+        eigenvalues: E, ``[rows, columns]``.
+    """
+
+    matrix: Matrix
+    left: Tensor | None
+    right: Tensor | None
+    eigenvalues: Tensor
+
+    def apply(self, vector: ParamVector, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """``Q f(E) Qᵀ v`` for these parameters; on a block, for each column."""
+        lead = () if vector.columns is None else (vector.columns,)
+        packed = self.matrix.pack(vector, lead)
+        turned = self._turned(packed, self.left, self.right)
+        turned = turned * function(self.eigenvalues.to(packed))
+        back = self._turned(turned, *(None if q is None else q.T for q in (self.left, self.right)))
+        return self.matrix.unpack(back, vector.shape_of(self.matrix.weight))
+
+    def rotated(self, packed: Tensor) -> Tensor:
+        """``Q_Gᵀ G Q_A``."""
+        return self._turned(packed, self.left, self.right)
+
+    @staticmethod
+    def _turned(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+        if left is not None:
+            matrix = left.T.to(matrix) @ matrix
+        return matrix if right is None else matrix @ right.to(matrix)
 
 
 @dataclass(frozen=True, eq=False)
 class Ekfac(Preconditioner):
-    """``P = Q diag(E) Qᵀ + λ`` layer by layer; λ alone on the parameters that no layer covers.
+    """``P = s·Q diag(E) Qᵀ + λ``, matrix by matrix. Made by `ekfac`.
 
-    Made by `ekfac`. Products with any power of P are four small matrix products for each layer. It holds about three
-    times the parameters of a square layer, and of an embedding little more than those.
+    Products with any power of P are four small matrix products for each. It holds about three times the parameters of a
+    square layer, and of an embedding little more than those.
 
     Attributes:
         damping: λ.
-        blocks: the layers' factors.
-        uncovered: the parameters where P is λ, each with the reason.
+        blocks: of all parameters, each in one of them.
         terms: the terms of the examples that it was made from.
-        num_passes: backward passes over them, for the basis and for E together; embeddings have passes of their own.
-        curvature: ``"exact"`` or ``"sampled"``.
+        num_passes: forward passes over them, and as many backward passes for each draw.
+        by_batch: parameters whose examples have no gradients of their own, with the reason.
+        scale: s.
 
     Example:
         >>> turned = torch.tensor([[0.6, -0.8], [0.8, 0.6]])
-        >>> block = KroneckerBlock("weight", None, torch.eye(1), turned, torch.tensor([[3.0, 1.0]]))
-        >>> P = Ekfac(1.0, (block,), {}, terms=1, num_passes=1, curvature="exact")
+        >>> matrix = Matrix("weight", None, False, (1, 2))
+        >>> block = KroneckerBlock(matrix, None, turned, torch.tensor([[3.0, 1.0]]))
+        >>> P = Ekfac(1.0, (block,), terms=1, num_passes=1, by_batch={})
         >>> P.solve(ParamVector({"weight": torch.tensor([[0.6, 0.8]])}))["weight"]
         tensor([[0.1500, 0.2000]])
         >>> P.smallest
@@ -62,30 +111,30 @@ class Ekfac(Preconditioner):
 
     damping: float
     blocks: tuple[KroneckerBlock, ...]
-    uncovered: dict[str, str]
     terms: int
     num_passes: int
-    curvature: str
+    by_batch: dict[str, str]
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_damping(self.damping)
-        if not self.blocks:
-            raise _nothing_covered(self.uncovered)
+        if not 0 < self.scale < math.inf:
+            raise OptionError(f"the scale of EK-FAC is {self.scale}; it must be a positive number")
 
     def __repr__(self) -> str:
         return (
-            f"Ekfac(λ = {self.damping:.3g}, {len(self.blocks)} layers, {len(self.uncovered)} parameters not "
-            f"covered, {self.terms:,} terms, {self.curvature} curvature)"
+            f"Ekfac(λ = {self.damping:.3g}, {len(self.blocks)} matrices, {self.terms:,} terms, "
+            f"scale {self.scale:.3g})"
         )
 
     def solve(self, vector: ParamVector) -> ParamVector:
-        return self._apply(vector, lambda values: (values + self.damping).reciprocal_())
+        return self._apply(vector, lambda values: (self.scale * values + self.damping).reciprocal_())
 
     def root_solve(self, vector: ParamVector) -> ParamVector:
-        return self._apply(vector, lambda values: (values + self.damping).rsqrt_())
+        return self._apply(vector, lambda values: (self.scale * values + self.damping).rsqrt_())
 
     def _apply(self, vector: ParamVector, function: Callable[[Tensor], Tensor]) -> ParamVector:
-        known = {name for block in self.blocks for name in block.names} | set(self.uncovered)
+        known = {name for block in self.blocks for name in block.matrix.names}
         if known != set(vector):
             raise VectorError(
                 f"the vector and the preconditioner differ in {sorted(known ^ set(vector))[:3]}; use it with the "
@@ -93,17 +142,20 @@ class Ekfac(Preconditioner):
             )
         parts: dict[str, Tensor] = {}
         for block in self.blocks:
+            rows, columns = block.matrix.shape
+            width = rows * (columns - (block.matrix.bias is not None))
+            if vector.shape_of(block.matrix.weight).numel() != width:
+                raise VectorError(
+                    f"{block.matrix.weight!r} has shape {tuple(vector.shape_of(block.matrix.weight))} in the vector; "
+                    f"the preconditioner was made for {width} numbers. Use it with the model that it was made for"
+                )
             parts |= block.apply(vector, function)
-        rest = float(function(torch.zeros((), dtype=torch.float64)))
-        return ParamVector(
-            {name: parts[name] if name in parts else vector[name] * rest for name in vector},
-            columns=vector.columns,
-        )
+        return ParamVector({name: parts[name] for name in vector}, columns=vector.columns)
 
     @property
     def largest(self) -> float:
         """‖P‖, its largest eigenvalue."""
-        return self.damping + max(float(block.eigenvalues.max()) for block in self.blocks)
+        return self.damping + self.scale * max(float(block.eigenvalues.max()) for block in self.blocks)
 
     @property
     def smallest(self) -> float:
@@ -112,12 +164,16 @@ class Ekfac(Preconditioner):
 
     @property
     def trace(self) -> float:
-        """``Tr(P - λ)``: H's over the covered parameters, but for the error of sampling."""
+        """H's trace, but for the error of sampling."""
         return sum(float(block.eigenvalues.sum(dtype=torch.float64)) for block in self.blocks)
 
     def with_damping(self, damping: float) -> Ekfac:
         """The same for another λ, at no cost: neither the basis nor E depends on it."""
         return replace(self, damping=damping)
+
+    def with_scale(self, scale: float) -> Ekfac:
+        """The same with another s, at no cost."""
+        return replace(self, scale=scale)
 
 
 def ekfac(
@@ -127,15 +183,12 @@ def ekfac(
     generator: torch.Generator,
     examples: int | None = None,
     curvature: Curvature = "auto",
-    samples: int = 1,
+    samples: int | None = None,
     widest: int = 16384,
 ) -> Ekfac:
-    """An EK-FAC preconditioner for ``H + λ``, from two passes over the data: for the basis, then for E in it.
+    """EK-FAC for ``H + λ``, from two passes over data: some of it for the bases, then all of it for E in them.
 
-    Covers Linear layers, ungrouped 2d convolutions and embeddings, where a layer's parameters belong to it alone and it
-    is called once in a forward pass, with a row for each example. Every other parameter is in the result's
-    ``uncovered``, with the reason. Embeddings take two more passes; a model where nothing else is covered needs no
-    curvlinops. The model is left as it is.
+    In the coordinates of the operator's metric, where it has one. The model is left as it is.
 
     Args:
         gnh: the operator H: model, task, data and selected parameters.
@@ -144,10 +197,10 @@ def ekfac(
         examples: how many examples to use, drawn without repetition; all by default.
         curvature: ``"exact"`` takes a backward pass for every output of an example: K, times the length of a sequence.
             ``"sampled"`` takes ``samples`` of them, each with residuals drawn anew, and E is unbiased. ``"auto"`` is
-            exact up to 16 outputs.
-        samples: draws per example and pass of a sampled curvature.
-        widest: layers with more inputs or outputs are not covered; their factors are square matrices of that size. Of
-            an embedding the width counts, and not the vocabulary, whose factor is the identity.
+            exact up to two outputs.
+        samples: draws per example and pass of a sampled curvature; by default one, or more where data are few.
+        widest: sides with more rows or columns have the identity for a basis; so have wide ones whose eigenvectors
+            would cost more than a pass over the data.
 
     Example:
         >>> from whence import Regression
@@ -159,68 +212,284 @@ def ekfac(
     """
     check_damping(damping)
     _check_options(gnh, examples, curvature, samples, widest)
-    with torch.enable_grad():
-        layers, uncovered, outputs = supported_layers(gnh, widest)
-        if not layers:
-            raise _nothing_covered(uncovered)
-        exact = _is_exact(gnh, curvature, outputs)
-        positions = torch.arange(len(gnh.terms))
-        if examples is not None:
-            order = torch.randperm(len(gnh.terms), generator=generator, device=generator.device)
-            positions = order[:examples].sort().values.cpu()
-        blocks, passes = measure_factors(
-            gnh, layers, positions, columns=outputs if exact else samples, exact=exact, generator=generator
-        )
+    positions = torch.arange(len(gnh.terms))
+    if examples is not None:
+        order = torch.randperm(len(gnh.terms), generator=generator, device=generator.device)
+        positions = order[:examples].sort().values.cpu()
+    terms = int(gnh.terms.counts()[positions].sum())
+    draws = _Draws(gnh, curvature, samples, terms, generator)
+    measured = _Measured(gnh, draws, _narrow_enough(gnh, terms, widest))
+    blocks = measured.factors(positions, generator)
     return Ekfac(
         damping=float(damping),
-        blocks=tuple(blocks[name] for name in layers),
-        uncovered=uncovered,
-        terms=int(gnh.terms.counts()[positions].sum()),
-        num_passes=passes,
-        curvature="exact" if exact else "sampled",
+        blocks=blocks,
+        terms=terms,
+        num_passes=2,
+        by_batch=dict(measured.layers.missing),
     )
 
 
-def _is_exact(gnh: GaussNewton, curvature: Curvature, outputs: int) -> bool:
-    if curvature == "sampled" and not gnh.has_factors:
-        raise OptionError(
-            f"{type(gnh.task).__name__} cannot draw residuals for a sampled curvature; use curvature='exact'"
-        )
-    exact = curvature == "exact" or (
-        curvature == "auto" and (outputs <= _EXACT_OUTPUTS or not gnh.has_factors)
-    )
-    if exact and 8 * outputs**2 > ACTIVATION_BUDGET:
-        remedy = "use curvature='sampled'" if gnh.has_factors else "use the Nyström preconditioner instead"
-        raise OptionError(
-            f"an exact curvature needs {outputs:,} backward passes and the root of a matrix of that size for each "
-            f"example, too much for {outputs:,} outputs; {remedy}"
-        )
-    return exact
+def _narrow_enough(gnh: GaussNewton, terms: int, widest: int) -> int:
+    """The widest side that gets a basis: its eigenvectors take about 10·width³ operations, a pass 6 per number."""
+    affordable = int((0.6 * terms * gnh.num_parameters) ** (1 / 3))
+    return min(widest, max(_NARROW, affordable))
 
 
-def _check_options(gnh: GaussNewton, examples: int | None, curvature: str, samples: int, widest: int) -> None:
+class _Draws:
+    """Gradients with respect to the outputs whose second moment is S: all of its root's columns, or random ones."""
+
+    def __init__(
+        self, gnh: GaussNewton, curvature: str, samples: int | None, terms: int, generator: torch.Generator
+    ) -> None:
+        self.task, self.generator = gnh.task, generator
+        pilot = gnh.terms.fetch(gnh.terms.longest(1))
+        with torch.no_grad():
+            outputs = gnh.network.outputs(pilot).numel()
+        self.exact = curvature == "exact" or (curvature == "auto" and outputs <= _EXACT_OUTPUTS)
+        if curvature == "auto" and samples is not None:
+            self.exact = False
+        self.samples = samples or max(1, min(outputs, _DRAWN_TERMS // max(terms, 1)))
+        if (self.exact or not gnh.has_factors) and 8 * outputs**2 > ACTIVATION_BUDGET:
+            raise OptionError(
+                f"an exact curvature needs the root of a matrix for each example, too large for {outputs:,} outputs; "
+                + ("use curvature='sampled'" if gnh.has_factors else "use solver='cg' without EK-FAC")
+            )
+
+    def of(self, batch: Batch) -> Callable[[Tensor], Sequence[Tensor]]:
+        """The cotangents of a batch, each scaled so that their squares add up to S."""
+
+        def cotangents(outputs: Tensor) -> Sequence[Tensor]:
+            check_finite(outputs)
+            wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+            if not self.exact and type(self.task).sample_residual is not Task.sample_residual:
+                drawn = [self.task.sample_residual(wide, batch, self.generator) for _ in range(self.samples)]
+                return [residual / math.sqrt(self.samples) for residual in drawn if residual is not None]
+            root = _root(self.task, wide, batch)  # [n, m, columns]
+            if (
+                self.exact
+            ):  # with a random sign for each example, so that a batch's sum has the same second moment
+                found = (root * self._signs(batch.size, 1, 1).to(root)).unbind(-1)
+            else:
+                signs = self._signs(batch.size, root.shape[-1], self.samples).to(root) / math.sqrt(
+                    self.samples
+                )
+                found = torch.bmm(root, signs).unbind(-1)
+            return [column.reshape(outputs.shape) for column in found]
+
+        return cotangents
+
+    def _signs(self, *shape: int) -> Tensor:
+        device = self.generator.device
+        return 2 * torch.randint(0, 2, shape, generator=self.generator, device=device) - 1
+
+
+def _root(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
+    """``R`` with ``R Rᵀ = S``, ``[n, m, m]``, for all m outputs of each example."""
+    n, m = batch.size, outputs[0].numel()
+    identity = torch.eye(m, dtype=outputs.dtype, device=outputs.device)
+    tangents = identity.reshape(m, 1, *outputs.shape[1:]).expand(m, *outputs.shape)
+    hessians = task.hessian_product(outputs, tangents, batch).reshape(m, n, m).transpose(0, 1)
+    values, vectors = torch.linalg.eigh(hessians)
+    root: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
+    return root
+
+
+class _Measured:
+    """Two passes over the data."""
+
+    def __init__(self, gnh: GaussNewton, draws: _Draws, widest: int) -> None:
+        self.gnh, self.draws, self.widest = gnh, draws, widest
+        self.layers = gnh.example_gradients()
+        self.matrices = matrices(gnh.network)
+        self.scales = {matrix: _side_scales(matrix, gnh) for matrix in self.matrices}
+        largest = max(p.numel() for p in gnh.network.parameters.values())
+        self.size = int(min(max(ACTIVATION_BUDGET // (8 * largest), 1), gnh.micro_batch))
+
+    def factors(self, positions: Tensor, generator: torch.Generator) -> tuple[KroneckerBlock, ...]:
+        """The blocks, from these examples."""
+        some = self._enough_for_bases(positions, generator)
+        batches = -(-len(some) // self.size) + -(-len(positions) // self.size)
+        with ticker("EK-FAC", batches) as tick:
+            blocks = self._bases(some, tick)
+            return self._eigenvalues(blocks, positions, tick)
+
+    def _enough_for_bases(self, positions: Tensor, generator: torch.Generator) -> Tensor:
+        sides = [side for matrix in self.matrices for side in matrix.shape if side <= self.widest]
+        wanted = _TERMS_PER_COLUMN * max(sides, default=1) / self.gnh.terms.terms_per_example
+        many = max(int(wanted), len(positions) // 16)
+        if self.draws.exact or many >= len(positions):
+            return positions
+        order = torch.randperm(len(positions), generator=generator, device=generator.device).cpu()
+        return positions[order[:many].sort().values]
+
+    def _passes(self, positions: Tensor, tick: Callable[[], None]) -> Iterator[Passed]:
+        for batch in self.gnh.terms.batches(positions, self.size):
+            yield from self.layers.passes(batch, self.draws.of(batch), others=True)
+            tick()
+
+    # --- the bases ---------------------------------------------------------------------------------------
+
+    def _bases(self, positions: Tensor, tick: Callable[[], None]) -> dict[Matrix, KroneckerBlock]:
+        moments: dict[tuple[Matrix, int], Tensor] = {}
+
+        def add(matrix: Matrix, side: int, vectors: Tensor) -> None:
+            """``Σ x xᵀ`` over all vectors x of a side that is narrow enough, and more than one wide."""
+            if 1 < matrix.shape[side] <= self.widest:
+                flat, key = vectors.reshape(-1, vectors.shape[-1]), (matrix, side)
+                moments[key] = flat.T @ flat if key not in moments else moments[key].addmm_(flat.T, flat)
+
+        for passed in self._passes(positions, tick):
+            for matrix in self.matrices:
+                calls = passed.calls.get(matrix.weight, ())
+                if calls and all(call.is_linear or call.is_embedding for call, _ in calls):
+                    for call, kind in calls:
+                        self._add_sides(
+                            matrix, call, kind, add, looked_up=any(c.is_embedding for c, _ in calls)
+                        )
+                    continue
+                packed = self._packed(matrix, passed)
+                if packed is not None:
+                    add(matrix, 0, packed.mT)
+                    add(matrix, 1, packed)
+        found = {}
+        like = self.gnh.zeros()
+        for matrix in self.matrices:
+            left, right = (_eigenvectors(moments.get((matrix, side)), matrix) for side in (0, 1))
+            found[matrix] = KroneckerBlock(matrix, left, right, like[matrix.weight].new_zeros(matrix.shape))
+        return found
+
+    def _add_sides(
+        self,
+        matrix: Matrix,
+        call: Call,
+        kind: str,
+        add: Callable[[Matrix, int, Tensor], None],
+        *,
+        looked_up: bool,
+    ) -> None:
+        g = call.outputs_by_position
+        rows, columns = self.scales[matrix]
+        if call.is_embedding:
+            add(matrix, 1, _side(g, columns, None))
+        elif kind == "bias":
+            add(matrix, 0, _side(g.sum(1), rows, None))
+        else:
+            # a position that nothing depends on, such as padding, tells nothing of the inputs
+            met = g.abs().amax(-1, keepdim=True) > 0
+            add(matrix, 1, _side(call.inputs_by_position(bias=matrix.bias is not None) * met, columns, None))
+            if not looked_up:  # an embedding's inputs are one-hot, and their moment diagonal
+                add(matrix, 0, _side(g, rows, None))
+
+    # --- E -----------------------------------------------------------------------------------------------
+
+    def _eigenvalues(
+        self, blocks: Mapping[Matrix, KroneckerBlock], positions: Tensor, tick: Callable[[], None]
+    ) -> tuple[KroneckerBlock, ...]:
+        for passed in self._passes(positions, tick):
+            for block in blocks.values():
+                turned = self._turned(block, passed)
+                if turned is not None:
+                    block.eigenvalues.add_(turned.square_().sum(0))
+        # the sum over the examples becomes an unbiased mean over terms with TermSet's weight
+        weight = self.gnh.terms.weight(len(positions))
+        for block in blocks.values():
+            block.eigenvalues.mul_(weight)
+            if not bool(block.eigenvalues.isfinite().all()):
+                raise ModelError(
+                    f"gradients of {block.matrix.weight!r} are not finite, or too large for this precision; check the "
+                    "model's parameters, or use float32 or float64"
+                )
+        return tuple(blocks.values())
+
+    def _turned(self, block: KroneckerBlock, passed: Passed) -> Tensor | None:
+        """``Q_Gᵀ G Q_A`` of every example, ``[n, rows, columns]``.
+
+        Of a linear layer it is ``Σ_t (Q_Gᵀg_t)(Q_Aᵀa_t)ᵀ``, which turns vectors and no matrices.
+        """
+        matrix, calls = block.matrix, passed.calls.get(block.matrix.weight, ())
+        if not calls or not all(c.is_linear or c.is_embedding for c, _ in calls):
+            packed = self._packed(matrix, passed)
+            return None if packed is None else block.rotated(packed)
+        rows, columns = self.scales[matrix]
+        total: Tensor | None = None
+        for call, kind in calls:
+            g = call.outputs_by_position
+            if call.is_embedding:
+                found = call.looked_up(_side(g, columns, block.right))
+                found = block._turned(found if rows is None else found * rows.unsqueeze(1), block.left, None)
+            elif kind == "bias":
+                found = _side(g.sum(1), rows, block.left).unsqueeze(-1)
+                found = found if columns is None else found * columns
+            else:
+                a = call.inputs_by_position(bias=matrix.bias is not None)
+                found = torch.bmm(_side(g, rows, block.left).mT, _side(a, columns, block.right))
+            total = found if total is None else total.add_(found)
+        return total
+
+    def _packed(self, matrix: Matrix, passed: Passed) -> Tensor | None:
+        """G of every example, or of the batch where examples have none, in the metric's coordinates."""
+        tensors = {}
+        for name in matrix.names:
+            found = passed.gradients(name)
+            if found is None and name in passed.others:
+                found = passed.others[name].unsqueeze(0)
+            if found is not None:
+                tensors[name] = found
+        if matrix.weight not in tensors:
+            return None
+        if len(tensors) < len(matrix.names):
+            raise ModelError(f"{matrix.names} are in one layer, and only one of them has gradients")
+        packed = matrix.pack(tensors, (len(tensors[matrix.weight]),))
+        rows, columns = self.scales[matrix]
+        packed = packed if rows is None else packed * rows.unsqueeze(1).to(packed)
+        return packed if columns is None else packed * columns.to(packed)
+
+
+def _side(vectors: Tensor, scale: Tensor | None, basis: Tensor | None) -> Tensor:
+    """One side of a gradient, in the metric's coordinates and turned into its basis."""
+    vectors = vectors if scale is None else vectors * scale.to(vectors)
+    return vectors if basis is None else vectors @ basis.to(vectors)
+
+
+def _side_scales(matrix: Matrix, gnh: GaussNewton) -> tuple[Tensor | None, Tensor | None]:
+    """``r^(-1/2)`` and ``c^(-1/2)`` of a metric ``D = r cᵀ``; of any other metric, of the nearest such."""
+    metric = gnh.network.metric
+    if metric is None:
+        return None, None
+    packed = matrix.pack(metric)
+    whole = packed.mean()
+    return (packed.mean(1) / whole.sqrt()).rsqrt(), (packed.mean(0) / whole.sqrt()).rsqrt()
+
+
+def _eigenvectors(moment: Tensor | None, matrix: Matrix) -> Tensor | None:
+    if moment is None:
+        return None
+    wide = moment.double() if len(moment) <= _NARROW else moment
+    if not bool(wide.isfinite().all()):
+        raise ModelError(
+            f"gradients of {matrix.weight!r} are not finite, or too large for this precision; check the model's "
+            "parameters, or use float32 or float64"
+        )
+    top = float(wide.diagonal().max())
+    if not top > 0:
+        return None
+    found: Tensor = torch.linalg.eigh(wide / top).eigenvectors.to(moment.dtype).contiguous()
+    return found
+
+
+def _check_options(
+    gnh: GaussNewton, examples: int | None, curvature: str, samples: int | None, widest: int
+) -> None:
     if not isinstance(gnh, GaussNewton):
         raise OptionError(
             f"EK-FAC is made of a network's layers; give a GaussNewton, not a {type(gnh).__name__}"
         )
-    if gnh.network.metric is not None:
-        raise OptionError(
-            "EK-FAC's factors are in the parameters' own coordinates, and this operator has a metric; make it without"
-        )
     if curvature not in ("auto", "exact", "sampled"):
         raise OptionError(f"curvature is {curvature!r}; it must be 'auto', 'exact' or 'sampled'")
-    if examples is not None and not 1 <= examples <= len(gnh.terms):
+    for name, value in (("examples", examples), ("samples", samples), ("widest", widest)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise OptionError(f"{name} is {value!r}; give a whole number of at least 1")
+    if examples is not None and examples > len(gnh.terms):
         raise OptionError(
-            f"examples is {examples}; it must be in 1..{len(gnh.terms)}, the examples in the data"
+            f"examples is {examples}, and there are {len(gnh.terms)}; leave it out to use them all"
         )
-    for name, value in (("samples", samples), ("widest", widest)):
-        if value < 1:
-            raise OptionError(f"{name} is {value}; it must be at least 1")
-
-
-def _nothing_covered(uncovered: Mapping[str, str]) -> OptionError:
-    """The error of a model without a layer for EK-FAC."""
-    few = "; ".join(f"{name!r} is {reason}" for name, reason in list(uncovered.items())[:3])
-    return OptionError(
-        f"EK-FAC covers none of the parameters ({few}). Use the Nyström preconditioner instead"
-    )

@@ -1,0 +1,435 @@
+"""Every example's own gradient, from one backward pass over a batch of them.
+
+A module that is called with a row for each example tells, by what went in and by the gradient of what came out, the
+gradient of its parameters on every example: ``G = Σ_t g_t a_tᵀ`` over the positions t of a linear layer, the sum over
+the positions of each token for an embedding, and for any other layer what `torch.func.vjp` of that layer alone says.
+What several calls or several owners of a parameter contribute is added up, so tied and shared weights are right.
+
+Whether this is so for a model is found out by trying it on two examples (`ExampleGradients`); a parameter for which it
+is not has no examples' gradients here, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call, vjp, vmap
+from torch.nn import functional as F
+
+from whence.errors import ModelError
+from whence.model.network import Network
+from whence.tasks import Batch
+
+__all__ = ["Call", "ExampleGradients", "Matrix", "Passed", "matrices"]
+
+#: What gradients by layers may be off by from those of the whole model, on two examples.
+_CLOSE = 0.01
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter seen as one matrix ``[rows, columns]``: of a layer outputs by inputs, with its bias as last column.
+
+    Attributes:
+        weight: the parameter's name.
+        bias: that of the bias beside it; None where there is none, or where it stands alone.
+        transposed: whether the weight is kept as inputs by outputs.
+        shape: rows and columns.
+    """
+
+    weight: str
+    bias: str | None
+    transposed: bool
+    shape: tuple[int, int]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters in it."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def pack(self, tensors: Mapping[str, Tensor], lead: Sequence[int] = ()) -> Tensor:
+        """``[*lead, rows, columns]`` from tensors of the parameters' shapes behind ``lead``."""
+        rows, columns = self.shape
+        width = columns - (self.bias is not None)
+        weight = tensors[self.weight]
+        if self.transposed:
+            weight = weight.reshape(*lead, width, rows).transpose(-1, -2)
+        else:
+            weight = weight.reshape(*lead, rows, width)
+        return weight if self.bias is None else torch.cat([weight, tensors[self.bias].unsqueeze(-1)], -1)
+
+    def unpack(self, matrix: Tensor, shape: torch.Size) -> dict[str, Tensor]:
+        """Inverse of `pack`, for a weight of this shape."""
+        weight = matrix if self.bias is None else matrix[..., :-1]
+        if self.transposed:
+            weight = weight.transpose(-1, -2)
+        found = {self.weight: weight.reshape(*matrix.shape[:-2], *shape)}
+        return found if self.bias is None else found | {self.bias: matrix[..., -1].contiguous()}
+
+
+def matrices(network: Network) -> tuple[Matrix, ...]:
+    """The selected parameters as matrices: each belongs to one."""
+    found: dict[str, Matrix] = {}
+    owners = _owners(network)
+    joined = set[str]()
+    for name, parameter in network.parameters.items():
+        (module, kind), *others = owners.get(name, [(network.model, "")])
+        alone, rows = len(others) == 0 and kind == "weight", 1
+        transposed, bias = alone and _transposed(module), None
+        if isinstance(module, _CONVOLUTIONS) and kind == "weight":
+            rows = len(parameter)
+        elif parameter.ndim:
+            rows = parameter.shape[1] if transposed else parameter.numel() // parameter.shape[-1]
+        if parameter.ndim < 2:
+            rows = parameter.numel()
+        if alone and _is_linear(module):
+            bias = next((n for n, own in owners.items() if own == [(module, "bias")]), None)
+            joined |= set() if bias is None else {bias}
+        columns = parameter.numel() // max(rows, 1) + (bias is not None)
+        found[name] = Matrix(name, bias, transposed, (rows, columns))
+    return tuple(matrix for name, matrix in found.items() if name not in joined)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer, over all examples of a batch.
+
+    Attributes:
+        module: the layer.
+        names: its selected parameters: kind -> name.
+        inputs: what went in, a row for each example.
+        gradient: of what came out, likewise.
+    """
+
+    module: nn.Module
+    names: Mapping[str, str]
+    inputs: Tensor
+    gradient: Tensor
+
+    @property
+    def outputs_by_position(self) -> Tensor:
+        """g, ``[n, positions, outputs]``, of a linear layer, a convolution or an embedding."""
+        if isinstance(self.module, nn.Conv2d):
+            return self.gradient.flatten(2).transpose(1, 2)
+        return self.gradient.reshape(len(self.gradient), -1, self.gradient.shape[-1])
+
+    def inputs_by_position(self, *, bias: bool) -> Tensor:
+        """a, ``[n, positions, inputs]``, of a linear layer or a convolution; with a last input of 1 for the bias."""
+        module, given = self.module, self.inputs
+        if isinstance(module, nn.Conv2d):
+            patches = F.unfold(given, module.kernel_size, module.dilation, module.padding, module.stride)  # type: ignore[arg-type]
+            found = patches.transpose(1, 2)
+        else:
+            found = given.reshape(len(given), -1, given.shape[-1])
+        return torch.cat([found, found.new_ones(*found.shape[:2], 1)], 2) if bias else found
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether its weight's gradient is ``Σ_t g_t a_tᵀ``."""
+        return _is_linear(self.module)
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it looks up rows of its weight."""
+        return isinstance(self.module, nn.Embedding)
+
+    def gradients(self, kind: str) -> Tensor:
+        """The gradient of a parameter on every example, ``[n, *shape]``."""
+        module, n = self.module, len(self.gradient)
+        if self.is_linear and kind == "bias":
+            return self.outputs_by_position.sum(1)
+        if self.is_linear:
+            g, a = self.outputs_by_position, self.inputs_by_position(bias=False)
+            product = torch.bmm(a.mT, g) if _transposed(module) else torch.bmm(g.mT, a)
+            return product.reshape(n, *_parameter(module, kind).shape)
+        if isinstance(module, nn.Embedding):
+            return self.looked_up(self.outputs_by_position)
+        return self._by_itself(kind)
+
+    def looked_up(self, g: Tensor) -> Tensor:
+        """``Σ_t e_{token t} g_tᵀ``, ``[n, vocabulary, width]``, of an embedding."""
+        module = self.module
+        assert isinstance(module, nn.Embedding)
+        tokens, vocabulary = self.inputs.reshape(len(g), -1), module.num_embeddings
+        if module.padding_idx is not None:  # autograd gives that row no gradient
+            g = g.masked_fill((tokens == module.padding_idx).unsqueeze(-1), 0.0)
+        result = g.new_zeros(len(g) * vocabulary, g.shape[-1])
+        places = tokens + vocabulary * torch.arange(len(g), device=tokens.device).unsqueeze(1)
+        return result.index_add_(0, places.flatten(), g.flatten(0, 1)).reshape(len(g), vocabulary, -1)
+
+    def _by_itself(self, kind: str) -> Tensor:
+        """By differentiating the layer alone, on every example."""
+        module, own = self.module, _parameter(self.module, kind).detach()
+
+        def of_one(given: Tensor, gradient: Tensor) -> Tensor:
+            def run(parameter: Tensor) -> Tensor:
+                result = functional_call(module, {kind: parameter}, (given.unsqueeze(0),))
+                assert isinstance(result, Tensor)
+                return result.squeeze(0)
+
+            pull = vjp(run, own)[1]
+            (found,) = pull(gradient)
+            assert isinstance(found, Tensor)
+            return found
+
+        result: Tensor = vmap(of_one)(self.inputs, self.gradient)
+        return result
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What one backward pass over a batch tells.
+
+    Attributes:
+        calls: of layers, by the names of their parameters.
+        others: gradients of the whole batch, for parameters without examples' gradients.
+    """
+
+    calls: Mapping[str, Sequence[tuple[Call, str]]]
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def gradients(self, name: str) -> Tensor | None:
+        """A parameter's gradient on every example, ``[n, *shape]``; None where nothing depends on it."""
+        total: Tensor | None = None
+        for call, kind in self.calls.get(name, ()):
+            found = call.gradients(kind)
+            total = found if total is None else total.add_(found)
+        return total
+
+
+class ExampleGradients:
+    """Runs a network on batches, and reads every example's gradient off one backward pass.
+
+    Args:
+        network: the model, its task and the selected parameters.
+        pilot: a batch of two examples or more, to find out on what can be read.
+
+    Attributes:
+        missing: parameters without examples' gradients: name -> why.
+    """
+
+    def __init__(self, network: Network, pilot: Batch) -> None:
+        self.network = network
+        owned: dict[int, tuple[nn.Module, dict[str, str]]] = {}
+        self.missing: dict[str, str] = {}
+        for name, own in _owners(network).items():
+            for module, kind in own:
+                owned.setdefault(id(module), (module, {}))[1][kind] = name
+        for module, names in owned.values():
+            reason = _why_not(module)
+            if reason is not None:
+                self.missing |= dict.fromkeys(names.values(), reason)
+        for name in network.parameters:
+            if not any(name in names.values() for _, names in owned.values()):
+                self.missing.setdefault(name, "it belongs to no module")
+        self._modules = {key: pair for key, pair in owned.items() if not self._all_missing(pair[1])}
+        self._shared: set[int] = set()
+        self._try(pilot)
+        self._modules = {key: pair for key, pair in self._modules.items() if not self._all_missing(pair[1])}
+        self.missing = {name: self.missing[name] for name in network.parameters if name in self.missing}
+
+    def _all_missing(self, names: Mapping[str, str]) -> bool:
+        return all(name in self.missing for name in names.values())
+
+    # --- finding out -------------------------------------------------------------------------------------
+
+    def _try(self, pilot: Batch) -> None:
+        """Which parameters' gradients, weighted by example and summed, are those of the whole model."""
+        if not self._modules:
+            return
+        random = torch.Generator().manual_seed(0)
+        with torch.enable_grad():
+            leaves = self.network.leaves()
+            outputs = self.network.outputs(pilot, leaves)
+        draw = torch.randn(outputs.shape, generator=random).to(outputs)
+        weights = torch.randn(pilot.size, generator=random).to(outputs)
+        weighted = draw * weights.reshape(-1, *[1] * (outputs.ndim - 1))
+        whole = torch.autograd.grad(outputs, list(leaves.values()), weighted, allow_unused=True)
+        expected = dict(zip(leaves, whole, strict=True))
+        del outputs
+        with self._watching(pilot.size, trying=True) as seen:
+            again = self.network.outputs(pilot, leaves)
+        for key in seen.unreadable:
+            self.missing |= dict.fromkeys(self._modules[key][1].values(), seen.unreadable[key])
+        self._shared = seen.shared
+        (passed,) = self._backward(seen, again, [draw], leaves, others=False)
+        for name in self.network.parameters:
+            if name in self.missing:
+                continue
+            if not self._agree(passed, name, expected[name], weights):
+                self.missing[name] = (
+                    "used in another way than by calling its layer with a row for each example"
+                )
+
+    def _agree(self, passed: Passed, name: str, expected: Tensor | None, weights: Tensor) -> bool:
+        try:
+            found = passed.gradients(name)
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+            return False  # the layer is called with something else than it seems, or cannot be vectorised
+        if found is None or expected is None:
+            return found is None and expected is None
+        if found.shape[1:] != expected.shape or len(found) != len(weights):
+            return False
+        total = torch.einsum("n,n...->...", weights.to(found), found)
+        # NaN is close to anything here: outputs that are not finite are refused by name, later
+        return not float((total - expected).norm()) > _CLOSE * float(expected.norm())
+
+    # --- running -----------------------------------------------------------------------------------------
+
+    def passes(
+        self,
+        batch: Batch,
+        cotangents: Callable[[Tensor], Sequence[Tensor]],
+        *,
+        others: bool = False,
+    ) -> Iterator[Passed]:
+        """One forward pass, and a backward pass for each of the cotangents that are made of its outputs.
+
+        Args:
+            batch: the examples.
+            cotangents: from the outputs (detached) to gradients of what is asked about with respect to them.
+            others: also the whole batch's gradients of the `missing` parameters.
+        """
+        with torch.enable_grad():
+            leaves = self.network.leaves()
+            with self._watching(batch.size) as seen:
+                outputs = self.network.outputs(batch, leaves)
+        if seen.unreadable:
+            key, reason = next(iter(seen.unreadable.items()))
+            names = ", ".join(self._modules[key][1].values())
+            raise ModelError(
+                f"the layer of {names} is {reason} from {batch.name(0)} on, though not on the longest examples: what "
+                "the model calls depends on its inputs. Use method='gradients' and solver='cg'"
+            )
+        yield from self._backward(seen, outputs, cotangents(outputs.detach()), leaves, others=others)
+
+    def _watching(self, examples: int, *, trying: bool = False) -> _Seen:
+        return _Seen(self._modules, examples, None if trying else self._shared)
+
+    def _backward(
+        self,
+        seen: _Seen,
+        outputs: Tensor,
+        cotangents: Sequence[Tensor],
+        leaves: Mapping[str, Tensor],
+        *,
+        others: bool,
+    ) -> Iterator[Passed]:
+        rest = [name for name in self.missing if others]
+        wanted: list[Any] = [*(edge for _, _, edge in seen.calls), *(leaves[name] for name in rest)]
+        for number, cotangent in enumerate(cotangents):
+            found = torch.autograd.grad(
+                outputs,
+                wanted,
+                cotangent.to(outputs.dtype),
+                allow_unused=True,
+                retain_graph=number < len(cotangents) - 1,
+            )
+            calls: dict[str, list[tuple[Call, str]]] = {}
+            for (key, inputs, _), gradient in zip(seen.calls, found, strict=False):
+                if gradient is None:
+                    continue
+                module, names = self._modules[key]
+                call = Call(module, names, inputs, gradient)
+                for kind, name in names.items():
+                    if name not in self.missing:
+                        calls.setdefault(name, []).append((call, kind))
+            last = dict(zip(rest, found[len(seen.calls) :], strict=True))
+            yield Passed(calls, {name: g for name, g in last.items() if g is not None})
+
+
+class _Seen:
+    """Watches the calls of modules: what went in, and where the gradient of what came out will arrive."""
+
+    def __init__(
+        self, modules: Mapping[int, tuple[nn.Module, Any]], examples: int, shared: set[int] | None
+    ) -> None:
+        self.modules, self.examples = modules, examples
+        self.calls: list[tuple[int, Tensor, GradientEdge]] = []
+        self.unreadable: dict[int, str] = {}
+        #: Modules whose output is one for all examples, as a position's embedding is.
+        self.shared: set[int] = set() if shared is None else shared
+        self._trying = shared is None
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Seen:
+        for key, (module, _) in self.modules.items():
+            self._handles.append(module.register_forward_hook(self._hook(key)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, key: int) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
+        def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+            given = inputs[0] if len(inputs) == 1 else None
+            if not isinstance(given, Tensor) or not isinstance(output, Tensor):
+                self.unreadable.setdefault(key, "not called with one tensor, or returns something else")
+                return None
+            if not output.requires_grad:
+                return None
+            if self.examples > 1 and given.ndim and len(given) == len(output) == 1:
+                if self._trying:
+                    self.shared.add(key)
+                if key in self.shared:
+                    given = given.expand(self.examples, *given.shape[1:])
+                    output = output.expand(self.examples, *output.shape[1:])
+            if given.ndim == 0 or len(given) != self.examples or len(output) != self.examples:
+                rows = (
+                    f"inputs {tuple(given.shape)}, which are not a row for each of {self.examples} examples"
+                )
+                self.unreadable.setdefault(key, f"called with {rows},")
+                return None
+            self.calls.append((key, given.detach(), get_gradient_edge(output)))
+            return output
+
+        return note
+
+
+# --- modules -------------------------------------------------------------------------------------------------
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _owners(network: Network) -> dict[str, list[tuple[nn.Module, str]]]:
+    """The modules that hold each selected parameter, and under which name."""
+    by_storage: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in network.model.modules():
+        for kind, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            by_storage.setdefault(id(parameter), []).append((module, kind))
+    return {name: by_storage.get(id(parameter), []) for name, parameter in network.parameters.items()}
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """What can be told of a module's parameters without running it."""
+    if next(module.children(), None) is not None:
+        return f"held by a {type(module).__name__}, which is made of other modules"
+    if isinstance(module, nn.Embedding) and (
+        module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    ):
+        return "in an embedding that changes or scales its gradients"
+    return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    if isinstance(module, nn.Conv2d):
+        plain = module.groups == 1 and module.padding_mode == "zeros"
+        return plain and not isinstance(module.padding, str)
+    return isinstance(module, nn.Linear) or _transposed(module)
+
+
+def _transposed(module: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2, which keeps its weight as inputs by outputs."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _parameter(module: nn.Module, kind: str) -> Tensor:
+    parameter = getattr(module, kind)
+    assert isinstance(parameter, Tensor)
+    return parameter
