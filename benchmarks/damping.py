@@ -35,7 +35,7 @@ from whence.validation import Outcomes
 DIRECTORY = RESULTS / "damping"
 SEED = 1000
 #: Queries that language models are asked: a product's cost is theirs.
-FEWER = {"llama": 8}
+FEWER = {"llama": 5, "gpt2": 5}
 #: λ in units of a part of λmax, and of 1/τ or √v.
 KAPPAS = [float(k) for k in np.logspace(-0.5, 3.5, 17)]
 TIMES = [float(c) for c in np.logspace(-1, 2.5, 15)]

@@ -166,7 +166,7 @@ class Options(RunOptions):
         "where it is certain of almost all; or auto, by curvature where the measured noise says that it pays.",
         plan=False,
     )
-    method: str = option("auto", "How examples are scored: auto, directional or gradients.", plan=False)
+    method: str = option("auto", "How examples are scored: auto, directional, layers or gradients.", plan=False)
     baseline: bool = option(True, "Also compute plain gradient dot products, to compare with.", common=True)
     shown: int = option(
         20, "Examples at each end of a ranking that are kept for the page.", common=True, plan=False
@@ -185,7 +185,7 @@ class Options(RunOptions):
         super().__post_init__()
         object.__setattr__(self, "accuracy", resolve_accuracy(self.accuracy))
         self._one_of("solver", "auto", "cg", "lissa")
-        self._one_of("method", "auto", "directional", "gradients")
+        self._one_of("method", "auto", "directional", "layers", "gradients")
         self._one_of("sampling", "auto", "uniform", "curvature")
         if self.until is not None:
             Until.parse(self.until)

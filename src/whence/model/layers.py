@@ -11,6 +11,8 @@ is not has no examples' gradients here, and says why.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +29,8 @@ from whence.tasks import Batch
 
 __all__ = ["Call", "ExampleGradients", "Matrix", "Passed", "matrices"]
 
+#: Products of a number that could be taken in the time of writing it and reading it again.
+_MOVING = 100
 #: What gradients by layers may be off by from those of the whole model, on two examples.
 _CLOSE = 0.01
 
@@ -84,7 +88,7 @@ def matrices(network: Network) -> tuple[Matrix, ...]:
         if isinstance(module, _CONVOLUTIONS) and kind == "weight":
             rows = len(parameter)
         elif parameter.ndim:
-            rows = parameter.shape[1] if transposed else parameter.numel() // parameter.shape[-1]
+            rows = parameter.shape[1] if transposed else math.prod(parameter.shape[:-1])
         if parameter.ndim < 2:
             rows = parameter.numel()
         if alone and _is_linear(module):
@@ -134,6 +138,11 @@ class Call:
         return _is_linear(self.module)
 
     @property
+    def transposed(self) -> bool:
+        """Whether its weight is kept as inputs by outputs."""
+        return _transposed(self.module)
+
+    @property
     def is_embedding(self) -> bool:
         """Whether it looks up rows of its weight."""
         return isinstance(self.module, nn.Embedding)
@@ -150,6 +159,21 @@ class Call:
         if isinstance(module, nn.Embedding):
             return self.looked_up(self.outputs_by_position)
         return self._by_itself(kind)
+
+    def products(self, rows: Tensor, kind: str) -> Tensor:
+        """``⟨u, G⟩`` of every example with directions ``[k, *shape]``: ``[k, n]``.
+
+        Of a linear layer ``Σ_t g_tᵀ u a_t``, without G, where there are few positions and directions.
+        """
+        if self.is_linear and kind == "weight":
+            g, a = self.outputs_by_position, self.inputs_by_position(bias=False)
+            n, positions, outputs = g.shape
+            if len(rows) * positions < positions + len(rows) + _MOVING:
+                weights = rows.reshape(len(rows), -1, outputs).mT if _transposed(self.module) else rows
+                found = a.flatten(0, 1) @ weights.reshape(len(rows) * outputs, -1).mT
+                found = found.reshape(n * positions, len(rows), outputs) @ g.reshape(n * positions, outputs, 1)
+                return found.reshape(n, positions, len(rows)).sum(1).mT
+        return rows.flatten(1) @ self.gradients(kind).flatten(1).mT
 
     def looked_up(self, g: Tensor) -> Tensor:
         """``Σ_t e_{token t} g_tᵀ``, ``[n, vocabulary, width]``, of an embedding."""
@@ -177,7 +201,9 @@ class Call:
             assert isinstance(found, Tensor)
             return found
 
-        result: Tensor = vmap(of_one)(self.inputs, self.gradient)
+        with warnings.catch_warnings():  # an operation that cannot be vectorised is done for one example at a time
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+            result: Tensor = vmap(of_one)(self.inputs, self.gradient)
         return result
 
 
@@ -193,12 +219,17 @@ class Passed:
     calls: Mapping[str, Sequence[tuple[Call, str]]]
     others: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def products(self, name: str, rows: Tensor) -> Tensor | None:
+        """A parameter's part of ``⟨u, ∇⟩`` on every example, for directions ``[k, *shape]``: ``[k, n]``."""
+        found = [call.products(rows, kind) for call, kind in self.calls.get(name, ())]
+        return sum(found[1:], found[0]) if found else None
+
     def gradients(self, name: str) -> Tensor | None:
         """A parameter's gradient on every example, ``[n, *shape]``; None where nothing depends on it."""
         total: Tensor | None = None
         for call, kind in self.calls.get(name, ()):
             found = call.gradients(kind)
-            total = found if total is None else total.add_(found)
+            total = found if total is None else total + found  # which may be the call's own gradient
         return total
 
 
@@ -249,24 +280,41 @@ class ExampleGradients:
         draw = torch.randn(outputs.shape, generator=random).to(outputs)
         weights = torch.randn(pilot.size, generator=random).to(outputs)
         weighted = draw * weights.reshape(-1, *[1] * (outputs.ndim - 1))
-        whole = torch.autograd.grad(outputs, list(leaves.values()), weighted, allow_unused=True)
+        whole = _gradients(outputs, list(leaves.values()), weighted)
         expected = dict(zip(leaves, whole, strict=True))
+        seen, again = self._try_to_share(pilot, leaves, outputs.detach())
         del outputs
-        with self._watching(pilot.size, trying=True) as seen:
-            again = self.network.outputs(pilot, leaves)
         for key in seen.unreadable:
             self.missing |= dict.fromkeys(self._modules[key][1].values(), seen.unreadable[key])
         self._shared = seen.shared
         (passed,) = self._backward(seen, again, [draw], leaves, others=False)
-        for name in self.network.parameters:
-            if name in self.missing:
-                continue
-            if not self._agree(passed, name, expected[name], weights):
-                self.missing[name] = (
-                    "used in another way than by calling its layer with a row for each example"
-                )
+        reason = "used in another way than by calling its layer with a row for each example"
+        for matrix in matrices(self.network):
+            names = [name for name in matrix.names if name not in self.missing]
+            size = math.hypot(*(float(g.norm()) for n in names if (g := expected[n]) is not None))
+            if not all(self._agree(passed, name, expected[name], weights, size) for name in names):
+                self.missing |= dict.fromkeys(names, reason)  # of a layer, both or none
 
-    def _agree(self, passed: Passed, name: str, expected: Tensor | None, weights: Tensor) -> bool:
+    def _try_to_share(
+        self, pilot: Batch, leaves: Mapping[str, Tensor], expected: Tensor
+    ) -> tuple[_Seen, Tensor]:
+        """The calls, with one row that all examples share written as a row for each where the model can do with it."""
+        try:
+            with self._watching(pilot.size, trying=True) as seen:
+                outputs = self.network.outputs(pilot, leaves)
+            if not seen.shared or torch.allclose(outputs.detach(), expected, rtol=_CLOSE, equal_nan=True):
+                return seen, outputs
+        except Exception:
+            if not seen.shared:
+                raise
+        with self._watching(pilot.size) as seen:
+            outputs = self.network.outputs(pilot, leaves)
+        return seen, outputs
+
+    def _agree(
+        self, passed: Passed, name: str, expected: Tensor | None, weights: Tensor, size: float
+    ) -> bool:
+        """Whether a gradient is as expected, but for the rounding of its whole matrix's, which has this size."""
         try:
             found = passed.gradients(name)
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
@@ -276,8 +324,9 @@ class ExampleGradients:
         if found.shape[1:] != expected.shape or len(found) != len(weights):
             return False
         total = torch.einsum("n,n...->...", weights.to(found), found)
+        rounding = min(_CLOSE, 100 * torch.finfo(expected.dtype).eps) * size
         # NaN is close to anything here: outputs that are not finite are refused by name, later
-        return not float((total - expected).norm()) > _CLOSE * float(expected.norm())
+        return not float((total - expected).norm()) > _CLOSE * float(expected.norm()) + rounding
 
     # --- running -----------------------------------------------------------------------------------------
 
@@ -323,13 +372,8 @@ class ExampleGradients:
         rest = [name for name in self.missing if others]
         wanted: list[Any] = [*(edge for _, _, edge in seen.calls), *(leaves[name] for name in rest)]
         for number, cotangent in enumerate(cotangents):
-            found = torch.autograd.grad(
-                outputs,
-                wanted,
-                cotangent.to(outputs.dtype),
-                allow_unused=True,
-                retain_graph=number < len(cotangents) - 1,
-            )
+            more = number < len(cotangents) - 1
+            found = _gradients(outputs, wanted, cotangent.to(outputs.dtype), keep_graph=more)
             calls: dict[str, list[tuple[Call, str]]] = {}
             for (key, inputs, _), gradient in zip(seen.calls, found, strict=False):
                 if gradient is None:
@@ -390,6 +434,18 @@ class _Seen:
             return output
 
         return note
+
+
+def _gradients(
+    outputs: Tensor, wanted: Sequence[Any], cotangent: Tensor, *, keep_graph: bool = False
+) -> Sequence[Tensor | None]:
+    """What autograd says; None for all where nothing is wanted, or nothing depends on it."""
+    if not wanted or not outputs.requires_grad:
+        return [None] * len(wanted)
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        outputs, wanted, cotangent, allow_unused=True, retain_graph=keep_graph
+    )
+    return found
 
 
 # --- modules -------------------------------------------------------------------------------------------------

@@ -248,6 +248,10 @@ class _Draws:
         self.exact = curvature == "exact" or (curvature == "auto" and outputs <= _EXACT_OUTPUTS)
         if curvature == "auto" and samples is not None:
             self.exact = False
+        #: Examples whose roots, where they are needed, fit in memory together.
+        self.at_once = max(1, ACTIVATION_BUDGET // (8 * outputs**2))
+        if gnh.has_factors and not self.exact:
+            self.at_once = len(gnh.terms)
         self.samples = samples or max(1, min(outputs, _DRAWN_TERMS // max(terms, 1)))
         if (self.exact or not gnh.has_factors) and 8 * outputs**2 > ACTIVATION_BUDGET:
             raise OptionError(
@@ -303,7 +307,7 @@ class _Measured:
         self.matrices = matrices(gnh.network)
         self.scales = {matrix: _side_scales(matrix, gnh) for matrix in self.matrices}
         largest = max(p.numel() for p in gnh.network.parameters.values())
-        self.size = int(min(max(ACTIVATION_BUDGET // (8 * largest), 1), gnh.micro_batch))
+        self.size = int(min(max(ACTIVATION_BUDGET // (8 * largest), 1), gnh.micro_batch, draws.at_once))
 
     def factors(self, positions: Tensor, generator: torch.Generator) -> tuple[KroneckerBlock, ...]:
         """The blocks, from these examples."""
@@ -340,8 +344,8 @@ class _Measured:
 
         for passed in self._passes(positions, tick):
             for matrix in self.matrices:
-                calls = passed.calls.get(matrix.weight, ())
-                if calls and all(call.is_linear or call.is_embedding for call, _ in calls):
+                calls = _by_position(matrix, passed)
+                if calls:
                     for call, kind in calls:
                         self._add_sides(
                             matrix, call, kind, add, looked_up=any(c.is_embedding for c, _ in calls)
@@ -389,7 +393,7 @@ class _Measured:
             for block in blocks.values():
                 turned = self._turned(block, passed)
                 if turned is not None:
-                    block.eigenvalues.add_(turned.square_().sum(0))
+                    block.eigenvalues.add_(turned.square().sum(0))
         # the sum over the examples becomes an unbiased mean over terms with TermSet's weight
         weight = self.gnh.terms.weight(len(positions))
         for block in blocks.values():
@@ -406,8 +410,8 @@ class _Measured:
 
         Of a linear layer it is ``Σ_t (Q_Gᵀg_t)(Q_Aᵀa_t)ᵀ``, which turns vectors and no matrices.
         """
-        matrix, calls = block.matrix, passed.calls.get(block.matrix.weight, ())
-        if not calls or not all(c.is_linear or c.is_embedding for c, _ in calls):
+        matrix, calls = block.matrix, _by_position(block.matrix, passed)
+        if not calls:
             packed = self._packed(matrix, passed)
             return None if packed is None else block.rotated(packed)
         rows, columns = self.scales[matrix]
@@ -435,18 +439,34 @@ class _Measured:
                 found = passed.others[name].unsqueeze(0)
             if found is not None:
                 tensors[name] = found
-        if matrix.weight not in tensors:
+        if not tensors:
             return None
-        if len(tensors) < len(matrix.names):
-            raise ModelError(f"{matrix.names} are in one layer, and only one of them has gradients")
-        packed = matrix.pack(tensors, (len(tensors[matrix.weight]),))
+        some = next(iter(tensors.values()))
+        for name in matrix.names:  # a weight without its bias, or the other way round, does for zeros
+            tensors.setdefault(name, some.new_zeros(len(some), *self.gnh.network.parameters[name].shape))
+        packed = _wide(matrix.pack(tensors, (len(some),)))
         rows, columns = self.scales[matrix]
         packed = packed if rows is None else packed * rows.unsqueeze(1).to(packed)
         return packed if columns is None else packed * columns.to(packed)
 
 
+def _by_position(matrix: Matrix, passed: Passed) -> Sequence[tuple[Call, str]]:
+    """The calls of a matrix's layers, if all tell its gradient by vectors at positions; none otherwise."""
+    calls = passed.calls.get(matrix.weight, ())
+    fits = all(
+        call.is_embedding or (call.is_linear and (kind == "bias" or call.transposed == matrix.transposed))
+        for call, kind in calls
+    )
+    return calls if fits else ()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def _side(vectors: Tensor, scale: Tensor | None, basis: Tensor | None) -> Tensor:
     """One side of a gradient, in the metric's coordinates and turned into its basis."""
+    vectors = _wide(vectors)
     vectors = vectors if scale is None else vectors * scale.to(vectors)
     return vectors if basis is None else vectors @ basis.to(vectors)
 

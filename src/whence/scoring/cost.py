@@ -8,6 +8,8 @@ matrix product. For k directions and batches of b examples:
     exact, one by one      k (3F + 3cO/b)                      a dual forward is three forwards' work
     exact, vectorised      F + 2kF + 3cO/b
     finite differences     k (2F + 2(cO + wN)/b)               each forward also writes the perturbed parameters
+    layers                 2F + 2cO/b + min(kF, F + (mN + 2kN))   a backward pass to the layers' outputs; then k products,
+                                                               or examples' gradients, for which m = 10w
     gradients              s(3F) + 3cO + w(2 + k)N             one example at a time, small matrices; then k products
 
 c: flops in the time of a launch; w: flops in the time to move a number through memory; s: how much slower the
@@ -33,6 +35,8 @@ __all__ = ["Work", "count_work"]
 #: Flops that a device does in the time of (launching one kernel, moving one number through memory).
 _EXCHANGE = {"cpu": (1.5e6, 15.0), "cuda": (5e7, 40.0)}
 _SLOWER_ALONE = 1.2
+#: What an entry of examples' gradients costs, in numbers moved: it is written, copied and read, beyond the cache.
+_TIMES_MOVED = 10
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,13 @@ class Work:
         """Flops' worth of one backward per example and its products with all directions."""
         passes = 3 * (_SLOWER_ALONE * self.flops + self.launching)
         return passes + self._exchange[1] * (2 + directions) * self.parameters
+
+    def layers(self, directions: int, *, norms: bool) -> float:
+        """Flops' worth of examples' gradients from a backward pass over a batch, or of products without them."""
+        moving = _TIMES_MOVED * self._exchange[1] * (2 if norms else 1)
+        gradients = self.flops + (moving + 2 * directions) * self.parameters
+        products = gradients if norms else min(directions * self.flops, gradients)
+        return 2 * self.flops + 2 * self.launching / self.batch + products
 
     def switch_point(self, *, exact: bool, vectorised: bool) -> int:
         """The smallest number of directions for which gradients are cheaper."""

@@ -1,11 +1,13 @@
-"""Two ways to ``∇ℓ(z)ᵀu``: directional derivatives of a whole batch, without any gradient; one gradient per example.
+"""Three ways to ``∇ℓ(z)ᵀu``: directional derivatives of a whole batch, without any gradient; every example's gradient,
+layer by layer, from one backward pass over a batch; one backward pass per example.
 
 The derivative of every term's loss along u is one dual-number forward (exact), or the difference of two plain
 forwards at ``θ ± δu``. A batch's terms come out one by one, so scores per token are free.
 
     exact                ∇ℓ_iᵀ u = ⟨∂ℓ_i/∂h_i, J_i u⟩            one dual forward; several directions vectorised
     finite differences   (ℓ_i(θ+δu) - ℓ_i(θ-δu)) / 2δ          two forwards per direction
-    gradients            Σ_p ⟨u_p, ∂ℓ(z)/∂θ_p⟩                 one backward per example, for all directions
+    layers               Σ_p ⟨u_p, ∂ℓ(z)/∂θ_p⟩                 one backward per batch, for all directions
+    gradients            the same                              one backward per example, for all directions
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from whence.model.inspection import check_finite
 from whence.tasks import Batch
 from whence.vectors import ParamVector
 
-__all__ = ["DirectionalDerivatives", "gradient_products"]
+__all__ = ["DirectionalDerivatives", "gradient_products", "layer_products"]
 
 
 class DirectionalDerivatives:
@@ -93,3 +95,36 @@ def gradient_products(gnh: GaussNewton, directions: ParamVector, batch: Batch) -
     loss = gnh.task.query_losses(outputs, batch).sum()
     gnh.network.pull_back(loss, leaves, torch.ones_like(loss), receive)
     return total, square
+
+
+def layer_products(
+    gnh: GaussNewton, directions: ParamVector, batch: Batch, *, norms: bool
+) -> tuple[Tensor, Tensor]:
+    """The same of every example of a batch, ``[k, n]`` and ``[n]`` in float64, from one backward pass.
+
+    Examples' gradients exist for one parameter at a time (`whence.model.layers`); without ``norms``, which are then 0,
+    not always so.
+    """
+    network, n = gnh.network, batch.size
+    total = torch.zeros(directions.columns or 1, n, dtype=torch.float64, device=batch.targets.device)
+    squares = torch.zeros(n, dtype=torch.float64, device=batch.targets.device)
+
+    def slopes(outputs: Tensor) -> list[Tensor]:
+        check_finite(outputs)
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            return list(torch.autograd.grad(gnh.task.query_losses(leaf, batch).sum(), leaf))
+
+    for passed in gnh.example_gradients().passes(batch, slopes):
+        for name, rows in directions.items():
+            if norms:
+                gradient = passed.gradients(name)
+                if gradient is not None:
+                    flat = network.scaled(name, gradient).flatten(1)
+                    total.add_(rows.flatten(1) @ flat.T)
+                    squares.add_(torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square_())
+                continue
+            products = passed.products(name, network.scaled(name, rows))
+            if products is not None:
+                total.add_(products)
+    return total, squares

@@ -7,7 +7,7 @@ sequence's score is the mean of its tokens' ``∇ℓ_iᵀu``; `Scorer.term_share
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from whence.errors import OptionError, VectorError
 from whence.model.data import TermSet
 from whence.model.gauss_newton import GaussNewton
 from whence.scoring.cost import Work, count_work
-from whence.scoring.derivatives import DirectionalDerivatives, gradient_products
+from whence.scoring.derivatives import DirectionalDerivatives, gradient_products, layer_products
 from whence.tasks import Batch
 from whence.vectors import ParamVector
 
@@ -24,7 +24,9 @@ __all__ = ["Method", "Scorer"]
 
 #: Random directions that the lengths of gradients are estimated from, where no gradient is computed.
 _PROBES = 8
-Method = Literal["auto", "directional", "gradients"]
+#: Bytes that the gradients of one parameter may take, of all examples of a batch.
+_GRADIENTS_AT_ONCE = 64 * 2**20
+Method = Literal["auto", "directional", "layers", "gradients"]
 
 
 class Scorer:
@@ -37,8 +39,9 @@ class Scorer:
         gnh: the operator that the directions were solved for; brings the network, task and data.
         directions: ``u``, a block of k columns.
         data: what to score; the operator's own data by default.
-        method: ``"directional"`` (forwards only), ``"gradients"`` (one backward per example), or ``"auto"``: by
-            the cost model of `whence.scoring.cost`.
+        method: ``"directional"`` (forwards only), ``"layers"`` (one backward per batch, where all of the model's layers
+            can be read so), ``"gradients"`` (one backward per example), or ``"auto"``: by the cost model of
+            `whence.scoring.cost`.
         norms: whether the lengths of the examples' gradients will be asked for. They are a by-product of gradients; the
             other way estimates them from the derivatives along a few random directions, which has a price.
 
@@ -64,8 +67,10 @@ class Scorer:
         method: Method = "auto",
         norms: bool = False,
     ) -> None:
-        if method not in ("auto", "directional", "gradients"):
-            raise OptionError(f"method is {method!r}; it must be 'auto', 'directional' or 'gradients'")
+        if method not in get_args(Method):
+            raise OptionError(
+                f"method is {method!r}; it must be 'auto', 'directional', 'layers' or 'gradients'"
+            )
         if not isinstance(directions, ParamVector):
             raise VectorError(
                 f"directions are a {type(directions).__name__}; give a ParamVector, such as a solution's value"
@@ -91,7 +96,17 @@ class Scorer:
             "directional": self.work.directional(together, exact=exact, vectorised=vectorised),
             "gradients": self.work.gradients(self._count),
         }
-        #: ``"directional"`` or ``"gradients"``.
+        missing = gnh.example_gradients().missing if method in ("auto", "layers") else {}
+        if method == "layers" and missing:
+            name, reason = next(iter(missing.items()))
+            raise OptionError(
+                f"method is 'layers', and examples' gradients of {name!r} cannot be read: {reason}. Use 'auto'"
+            )
+        if not missing:
+            self._costs["layers"] = self.work.layers(self._count, norms=norms)
+        largest = max(t.numel() * t.element_size() for t in gnh.network.parameters.values())
+        self._at_once = int(max(1, min(gnh.micro_batch, _GRADIENTS_AT_ONCE // largest)))
+        #: ``"directional"``, ``"layers"`` or ``"gradients"``.
         self.method: str = min(self._costs, key=self._costs.__getitem__) if method == "auto" else method
         self._derivatives: DirectionalDerivatives | None = None
 
@@ -102,17 +117,16 @@ class Scorer:
 
     def describe(self) -> str:
         """How scores are computed and why, in words."""
-        how = (
-            f"directional derivatives ({self.gnh.product})"
-            if self.method == "directional"
-            else "one gradient per example"
-        )
-        other = "gradients" if self.method == "directional" else "directional"
-        ratio = self._costs[other] / self._costs[self.method]
+        how = {
+            "directional": f"directional derivatives ({self.gnh.product})",
+            "layers": "every example's gradient, layer by layer",
+            "gradients": "one gradient per example",
+        }[self.method]
+        ratio = min(cost for way, cost in self._costs.items() if way != self.method) / self.cost
         along = f"{self._count} direction{'' if self._count == 1 else 's'}"
         if ratio < 1:
-            return f"{how}, as asked for; the other way would cost 1/{1 / ratio:.2g} of it for {along}"
-        return f"{how}, {ratio:.2g} times cheaper than the other way for {along}"
+            return f"{how}, as asked for; another way would cost 1/{1 / ratio:.2g} of it for {along}"
+        return f"{how}, {ratio:.2g} times cheaper than any other way for {along}"
 
     def score(self, positions: Tensor) -> Tensor:
         """``[k, len(positions)]`` in float64."""
@@ -134,6 +148,14 @@ class Scorer:
                 batch = self.terms.fetch(torch.tensor([position]))
                 products, squares[column] = gradient_products(self.gnh, self.directions, batch)
                 result[:, column] = products.cpu()
+            return result, squares if self._probes else None
+        if self.method == "layers":
+            result = torch.zeros(k, len(positions), dtype=torch.float64)
+            squares = torch.zeros(len(positions), dtype=torch.float64)
+            for columns in self.terms.by_length(positions).split(self._at_once):
+                batch = self.terms.fetch(positions[columns])
+                products, lengths = layer_products(self.gnh, self.directions, batch, norms=self.norms)
+                result[:, columns], squares[columns] = products.cpu(), lengths.cpu()
             return result, squares if self._probes else None
         result = torch.zeros(k + self._probes, len(positions), dtype=torch.float64)
         for columns, shares in self._shares(positions):
