@@ -62,10 +62,9 @@ browser:
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; \
 	  else echo "chromium and chromedriver are missing: the tests of the pages will be skipped"; fi; fi
 
-$(VENV)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
+$(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'
-	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r benchmarks/requirements.txt
 	touch $@
 
 # curvlinops depends on torchvision only through backpack, which does not need it; installing it would

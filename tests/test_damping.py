@@ -16,7 +16,7 @@ from whence import Classification, GaussNewton, ParamVector, attribute, load, va
 from whence.attribution.damping import AGREEMENT, GUESS, RECIPE
 from whence.attribution.stability import Stability, measure_stability
 from whence.errors import OptionError
-from whence.model.second_moment import BATCH, floored, root_second_moment
+from whence.model.second_moment import BATCH, factored, root_second_moment
 
 TASK = Classification()
 
@@ -61,17 +61,30 @@ def test_the_second_moment_is_that_of_batches() -> None:
     for positions in order.split(BATCH):
         x, y = torch.stack([train[i][0] for i in positions]), torch.stack([train[i][1] for i in positions])
         loss = nn.functional.cross_entropy(model(x), y)
-        squares.append(torch.autograd.grad(loss, model[0].weight)[0].square())  # type: ignore[index]
-    expected = torch.stack(squares).mean(0).sqrt()
-    torch.testing.assert_close(found["0.weight"], expected.clamp_min(float(found["0.weight"].min())))
-    assert float(found["0.weight"].min()) < 0.01 * float(
-        expected.max()
-    )  # pixels that are always dark have the floor
+        squares.append([g.square() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    expected = [torch.stack(parts).mean(0).sqrt() for parts in zip(*squares, strict=True)]
+    whole = torch.cat([part.flatten() for part in expected])
+    least = 1e-3 * float(whole.square().mean().sqrt())
+    assert float(whole.min()) < least  # pixels that are always dark have the floor
+    for layer, weight, bias in ((0, *expected[:2]), (2, *expected[2:])):
+        truth = torch.cat([weight, bias.unsqueeze(1)], 1).clamp_min(least)
+        part = torch.cat([found[f"{layer}.weight"], found[f"{layer}.bias"].unsqueeze(1)], 1)
+        for side in (0, 1):  # the same means of squares by row and by column, and rank one
+            torch.testing.assert_close(part.square().mean(side), truth.square().mean(side))
+        torch.testing.assert_close(part * part[0, 0], part[:, :1] * part[:1])
 
 
 def test_a_parameter_that_nothing_moves_has_a_floor() -> None:
-    metric = floored(ParamVector({"x": torch.tensor([0.0, 3.0, 4.0, 0.0])}))
-    assert float(metric["x"].min()) == pytest.approx(1e-3 * 2.5)
+    network = GaussNewton(
+        nn.Linear(2, 2, bias=False).eval(), TASK, [(torch.ones(2), 0), (torch.zeros(2), 1)]
+    ).network
+    metric = factored(ParamVector({"weight": torch.tensor([[0.0, 0.0], [3.0, 4.0]])}), network)["weight"]
+    floor = 1e-3 * 2.5
+    rows = torch.tensor([floor**2, 12.5])
+    columns = torch.tensor([(9 + floor**2) / 2, (16 + floor**2) / 2])
+    torch.testing.assert_close(metric, (rows.unsqueeze(1) * columns / rows.mean()).sqrt())
+    nothing = factored(ParamVector({"weight": torch.zeros(2, 2)}), network)["weight"]
+    torch.testing.assert_close(nothing, torch.ones(2, 2))
 
 
 def test_with_the_optimizer_scores_are_those_of_its_metric() -> None:
@@ -80,7 +93,8 @@ def test_with_the_optimizer_scores_are_those_of_its_metric() -> None:
     assert result.solve.plan.damping == pytest.approx(RECIPE / (0.02 * 60))
     metric = whence.Training.read(optimizer, model).root_moment
     assert metric is not None
-    assert correlation(result.scores, exact(result.solve.plan.damping, floored(metric))) > 0.999
+    network = GaussNewton(model, TASK, train).network
+    assert correlation(result.scores, exact(result.solve.plan.damping, factored(metric, network))) > 0.999
 
 
 def test_without_it_scores_are_those_of_the_measured_metric() -> None:

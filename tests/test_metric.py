@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from dense import dense_gauss_newton
+from dense import dense_gauss_newton, relative_error
 from small import DOUBLE, PRODUCTS, Product, classifier, generator, operator
-from whence import ConjugateGradient, Damped, Lissa, ParamVector, Plan, estimate_spectrum
+from test_ekfac import assert_diagonal_of, by_hand, from_zoo, tied_language_model
+from whence import ConjugateGradient, Damped, GaussNewton, Lissa, ParamVector, Plan, estimate_spectrum
 from whence.errors import OptionError, VectorError
+from whence.model.second_moment import factored
 from whence.preconditioners.ekfac import ekfac
 from whence.scoring import Scorer
 
@@ -87,9 +91,37 @@ def test_lissa_works_in_these_coordinates() -> None:
     assert float(off.median()) < 2
 
 
-def test_ekfac_knows_no_metric_and_says_so() -> None:
-    with pytest.raises(OptionError, match="has a metric"):
-        ekfac(operator(metric=metric()), DAMPING, generator=generator())
+@pytest.mark.parametrize(
+    "make",
+    [
+        operator,
+        tied_language_model,
+        lambda: from_zoo("gpt2"),
+        lambda: from_zoo("convnet"),
+        lambda: by_hand(micro_batch=1),
+    ],
+    ids=["classifier", "tied", "gpt2", "convnet", "batches"],
+)
+def test_ekfac_is_in_these_coordinates(make: Callable[[], GaussNewton]) -> None:
+    gnh = make()
+    random = generator(3)
+    uneven = ParamVector({n: p + 0.2 for n, p in gnh.zeros().randn_like(random).power(2).items()})
+    D = factored(uneven, gnh.network)
+    dense = dense_gauss_newton(gnh)
+    scale = dense.flatten(D).rsqrt()
+    assert float(scale.max() / scale.min()) > 2
+    scaled = gnh.in_metric(D)
+    P = ekfac(scaled, DAMPING, generator=generator(), curvature="exact")
+    assert_diagonal_of(P, scale.unsqueeze(1) * dense.matrix * scale, scaled)
+
+
+def test_ekfac_in_a_metric_of_one_number_is_that_of_the_number() -> None:
+    gnh = operator()
+    four = ParamVector({n: p + 4.0 for n, p in gnh.zeros().items()})
+    v = gnh.zeros().randn_like(generator())
+    plain = ekfac(gnh, 4 * DAMPING, generator=generator(), curvature="exact").solve(v).scale_(4.0)
+    in_four = ekfac(gnh.in_metric(four), DAMPING, generator=generator(), curvature="exact").solve(v)
+    assert relative_error(in_four, plain) < 1e-9  # (H/4 + λ)⁻¹ = 4(H + 4λ)⁻¹
 
 
 def test_what_is_no_metric_is_refused() -> None:

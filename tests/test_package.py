@@ -108,7 +108,16 @@ def test_transformers_may_not_be_older_than_its_dtype() -> None:
 
 def test_importing_loads_no_heavy_library() -> None:
     """They are for demos, pages' figures and formats that may never be asked for."""
-    heavy = ["transformers", "datasets", "pandas", "matplotlib", "sklearn", "pyarrow", "curvlinops"]
+    heavy = ["transformers", "datasets", "pandas", "matplotlib", "sklearn", "pyarrow"]
     program = f"import sys, whence, whence.cli; print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_curvlinops_is_for_benchmarks_alone() -> None:
+    """They compare with it; EK-FAC was measured through it once."""
+    importing = re.compile(r"(?m)^\s*(?:from|import) curvlinops")
+    folders = ("src", "tests", "reproduction", "benchmarks")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    found = {file.relative_to(ROOT).parts[0] for file in files if importing.search(file.read_text())}
+    assert found == {"benchmarks"}

@@ -19,8 +19,10 @@ import torch
 from whence.errors import OptionError
 from whence.solvers.auto import resolve_accuracy
 from whence.solvers.plan import check_damping
+from whence.units import duration_seconds
 
 __all__ = [
+    "Budget",
     "CleanOptions",
     "MeasureOptions",
     "Options",
@@ -128,20 +130,50 @@ class Until:
         return f"top-{self.k} stable at {self.confidence:g}"
 
 
+@dataclass(frozen=True)
+class Budget:
+    """What an attribution may cost, in one of two ways; neither where that follows from the accuracy.
+
+    Attributes:
+        multiple: of what the quick answer costs.
+        seconds: on the clock.
+    """
+
+    multiple: float | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, given: float | str) -> Budget:
+        """From ``"auto"``, a number or a time such as ``"5min"``."""
+        if given == "auto":
+            return cls()
+        if isinstance(given, str):
+            seconds = duration_seconds(given)
+            if seconds is not None and seconds > 0:
+                return cls(seconds=seconds)
+        elif not isinstance(given, bool) and 1 <= given < float("inf"):
+            return cls(multiple=float(given))
+        raise OptionError(
+            f"budget is {given!r}; give a multiple of the quick answer's cost, at least 1, or a time such as 90s, 5min "
+            "or 2h"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
     """Options of `whence.attribute`."""
 
     solver: str = option(
         "auto",
-        "auto (`whence.solvers.auto` has the rule), cg: conjugate gradients over all of the data, with a certificate, "
-        "or lissa: stochastic steps under a plan made from the measured spectrum.",
+        "auto (`whence.attribution.budget` and `whence.solvers.auto` have the rule), cg: conjugate gradients over all "
+        "of the data, with a certificate, or lissa: stochastic steps under a plan made from the measured spectrum.",
         common=True,
     )
     accuracy: float | str = option(
-        0.995,
-        "What to aim at: the expected correlation of the scores with the exact damped ones, or their relative error, "
-        "as '10%', which is the same as 0.995.",
+        "auto",
+        "What to aim at: the expected correlation of the scores with the exact damped ones, such as 0.99, or their "
+        "relative error, as '10%', which is the same as 0.995; quick, the first answer alone, by EK-FAC; certified, an "
+        "error of 10% that is proven; or auto, 0.995 as far as the budget goes.",
         common=True,
     )
     until: str | None = option(
@@ -151,8 +183,12 @@ class Options(RunOptions):
         common=True,
         plan=False,
     )
-    budget: float = option(
-        8.0, "What that may cost, as a multiple of the first round of solving.", common=True, plan=False
+    budget: float | str = option(
+        "auto",
+        "What all may cost: a multiple of the quick answer's cost, or a time, such as 5min. By default 2.5, and at "
+        "least half a minute's work, with accuracy='auto', and no limit with an accuracy that is named; of 'until', "
+        "eight times the first round.",
+        common=True,
     )
     chains: int = option(
         4, "LiSSA's independent solves: their mean is the answer, their spread the error bar.", common=True
@@ -166,7 +202,9 @@ class Options(RunOptions):
         "where it is certain of almost all; or auto, by curvature where the measured noise says that it pays.",
         plan=False,
     )
-    method: str = option("auto", "How examples are scored: auto, directional, layers or gradients.", plan=False)
+    method: str = option(
+        "auto", "How examples are scored: auto, directional, layers or gradients.", plan=False
+    )
     baseline: bool = option(True, "Also compute plain gradient dot products, to compare with.", common=True)
     shown: int = option(
         20, "Examples at each end of a ranking that are kept for the page.", common=True, plan=False
@@ -183,19 +221,28 @@ class Options(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "accuracy", resolve_accuracy(self.accuracy))
+        if self.accuracy not in ("auto", "quick", "certified"):
+            object.__setattr__(self, "accuracy", resolve_accuracy(self.accuracy))
+        Budget.parse(self.budget)
         self._one_of("solver", "auto", "cg", "lissa")
         self._one_of("method", "auto", "directional", "layers", "gradients")
         self._one_of("sampling", "auto", "uniform", "curvature")
         if self.until is not None:
             Until.parse(self.until)
-        multiple = "it is a multiple of the first round's cost, at least 1"
-        self._refuse_unless(self.budget >= 1, "budget", multiple)
+        own = self.accuracy not in ("quick", "certified") or self.solver in ("auto", "cg")
+        self._refuse_unless(
+            own, "solver", f"accuracy={self.accuracy!r} is not of this solver; leave one of them out"
+        )
         self._refuse_unless(
             self.chains >= 2, "chains", "error bars need at least 2 independent chains (4 by default)"
         )
         longer = "it multiplies the plan's cost and is at least 1"
         self._refuse_unless(self.refine is None or self.refine >= 1, "refine", longer)
+
+    @property
+    def correlation(self) -> float:
+        """The correlation with exact scores to aim at."""
+        return resolve_accuracy("10%" if self.accuracy in ("auto", "quick", "certified") else self.accuracy)
 
 
 @dataclass(frozen=True, kw_only=True)

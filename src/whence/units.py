@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_duration"]
+import re
+
+__all__ = ["duration_seconds", "format_bytes", "format_duration"]
 
 
 def format_duration(seconds: float) -> str:
@@ -30,3 +32,16 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def duration_seconds(text: str) -> float | None:
+    """Seconds from a time such as 90s, 10min or 2h; None where it is no such time.
+
+    Example:
+        >>> duration_seconds("1.5min")
+        90.0
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)", text.strip())
+    if found is None:
+        return None
+    return float(found[1]) * {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}[found[2]]

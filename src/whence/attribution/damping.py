@@ -128,8 +128,11 @@ class Weighed:
     stability: Stability | None
 
 
-def weigh(run: Run, job: Job, gradients: ParamVector, spectrum: Spectrum) -> Weighed:
-    """λ, as given, from the recipe or by the rule at the top of this file; and how stable scores are with it."""
+def weigh(run: Run, job: Job, gradients: ParamVector, spectrum: Spectrum, *, halves: bool) -> Weighed:
+    """λ, as given, from the recipe or by the rule at the top of this file; and how stable scores are with it.
+
+    Halves of the data are asked where that was asked for, or where ``halves`` says that it is cheap beside the rest.
+    """
     if job.own_plan is not None:
         return Weighed(job.own_plan.damping, "λ is that of the solver's plan.", None)
 
@@ -137,7 +140,11 @@ def weigh(run: Run, job: Job, gradients: ParamVector, spectrum: Spectrum) -> Wei
         part = part_of_auto(job.options.damping)
         least, words = first_damping(job.options.damping if part is None else "auto", job.training, spectrum)
         found, stability = least, None
-        if part is not None and job.training is None:
+        if part is not None and job.training is None and not halves:
+            words += (
+                " Whether scores by two halves of the data agree at this λ was not asked: it is dear here."
+            )
+        elif part is not None and job.training is None:
             stability = stable_from(least)
             found = least if stability is None else stability.damping_for(AGREEMENT)
         if stability is not None and found > least:

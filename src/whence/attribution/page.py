@@ -23,7 +23,7 @@ from whence.spectrum import Estimate
 if TYPE_CHECKING:
     from whence.attribution.result import Attribution
 
-__all__ = ["checked_file", "render", "write_page"]
+__all__ = ["accuracy_words", "checked_file", "render", "write_page"]
 
 #: Rows shown at each end of a ranking, and of the ranking by gradient dot product.
 SHOWN = 20
@@ -41,7 +41,11 @@ def render(result: Attribution) -> str:
     solve, spectrum, validation = result.solve, result.solve.plan.spectrum, result.validation
     questions = [_Question(result, q, agreement) for q, agreement in enumerate(result.agreement.tolist())]
     estimates = {name: getattr(spectrum, name) for name in _ESTIMATES}
-    if solve.certificate is None:
+    plan: dict[str, float | int]
+    if solve.solver == "ekfac":
+        estimates = {name: estimates[name] for name in ("trace", "lambda_max")}
+        plan = {"damping": solve.plan.damping}
+    elif solve.certificate is None:
         plan = {name: getattr(solve.plan, name) for name in _LISSA_SETTINGS}
     else:
         plan = {
@@ -64,7 +68,8 @@ def render(result: Attribution) -> str:
         "page.html.j2",
         page,
         questions=questions,
-        unconverged=[question for question in questions if not question.converged],
+        unconverged=[question for question in questions if not question.ended_well],
+        accuracy=accuracy_words(result),
         confidence=CONFIDENCE,
         solve=solve,
         spectrum={name: (e.value, e.stderr) for name, e in estimates.items() if isinstance(e, Estimate)},
@@ -78,6 +83,14 @@ def render(result: Attribution) -> str:
         limits=LIMITS,
         reproduce={"plan": plan},
     )
+
+
+def accuracy_words(result: Attribution) -> str:
+    """What correlation with the exact damped scores is expected; empty where nothing is known of it."""
+    if result.accuracy is None:
+        return ""
+    value, low, high = (f"{number:.2f}" if number < 0.995 else f"{number:.3f}" for number in result.accuracy)
+    return f"Scores should correlate {value} with the exact ones (90%: {low} to {high})."
 
 
 def write_page(page: str, path: str | Path, *, example: str = "report.html") -> Path:
@@ -152,15 +165,17 @@ class _Question:
         self.number, self.anchor = q, f"q{q}"
         self.exhibit = result.queries[q] if q < len(result.queries) else Exhibit(id=str(q))
         self.loss = float(result.query_losses[q])
-        self.converged = bool(solve.converged[q])
+        self.converged, self.ended_well = bool(solve.converged[q]), bool(solve.ended_well[q])
         self.residual, self.residual_stderr = float(solve.residual[q]), float(solve.residual_stderr[q])
         self.agreement = agreement
         self.proven = None  # ‖u - u*‖_A / ‖u‖_H
         if certificate is not None and solve.score_rms is not None:
             self.proven = float(certificate.upper[q]) / max(float(solve.score_rms[q]), 1e-300)
         self.expected = None if parts.expected is None else float(parts.expected[q])
-        self.parts = None if certificate is not None else (float(parts.bias[q]), float(parts.sampling[q]))
-        tail, unit = (TAIL, "step") if self.proven is None else (0.0, "iteration")
+        self.parts = None
+        if certificate is None and solve.solver != "ekfac":
+            self.parts = float(parts.bias[q]), float(parts.sampling[q])
+        tail, unit = (TAIL, "step") if certificate is None else (0.0, "iteration")
         self.paths = figures.chain_paths(solve.paths[:, :, q].numpy(), tail, unit=unit)
         self._list(result)
         self._draw(result)

@@ -1,6 +1,6 @@
 """`attribute`: from a question to the training examples behind the answer.
 
-    queries → spectrum → damping → plan → solve → score → result
+    queries → way → [factors] → spectrum → damping → plan → solve → score → result
 
 Each step is a function from what is known to one named artifact, which the run directory keeps or gives back. A step
 depends on nothing but what the steps before it left there: random numbers start from the seed in each, and finite
@@ -17,10 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from whence.attribution.budget import choose_way
 from whence.attribution.damping import Weighed, in_metric, weigh
 from whence.attribution.exhibits import Describe, class_name, describer
 from whence.attribution.job import Candidates, Job, check_own_solver, query_terms, scored_positions
-from whence.attribution.planning import Planned, make_plan, measure
+from whence.attribution.planning import Planned, make_factors, make_plan, measure, plan_quick
 from whence.attribution.ranking import ends_of_rankings, top_is_separated
 from whence.attribution.result import Attribution, Solve, load
 from whence.attribution.scored import Scored
@@ -30,7 +31,7 @@ from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
 from whence.model.selection import ParameterFilter
 from whence.operators import Damped
-from whence.options import Options, Until, chosen_options, takes
+from whence.options import Budget, Options, Until, chosen_options, takes
 from whence.progress import Stopwatch
 from whence.runs import Run, environment
 from whence.scoring import Scorer
@@ -41,6 +42,9 @@ from whence.training import Training
 from whence.vectors import ParamVector
 
 __all__ = ["attribute"]
+
+#: What rounds of solving may cost together, in first ones.
+_ROUNDS = 8.0
 
 
 @takes(Options)
@@ -132,25 +136,40 @@ def attribute(
         with clock.phase("queries"):
             job = in_metric(run, job)
             asked = ask(run, job)
+            way = choose_way(run, job)
+        with clock.phase("factors"):
+            factors = make_factors(run, job, way)
         with clock.phase("spectrum"):
-            spectrum = measure(run, job)
-            weighed = weigh(run, job, asked.gradients, spectrum)
-            plan = make_plan(run, job, spectrum, weighed.damping)
+            spectrum = measure(run, job, factors)
+            weighed = weigh(run, job, asked.gradients, spectrum, halves=not way.factored)
+        first: Scores | None = None
+        if factors is not None:
+            planned = plan_quick(job, way, factors, spectrum, weighed.damping)
+            with clock.phase("solve"):
+                solved = solve(run, job, planned, asked, 0, None)
+            with clock.phase("scores"):
+                first = score(run, job, planned, asked, 0, solved, None)
+            run.journal("solve-0", planned.solver.state_type).clear()
+            with clock.phase("page"):
+                name = "quick" if way.solved else "result"
+                answer = conclude(run, name, job, weighed, planned, asked, solved, first, "", clock)
+            if not way.solved:
+                return answer
+        planned = make_plan(run, job, way, factors, spectrum, weighed.damping)
         number = 0
-        solved: Solved | None = None
-        scores: Scores | None = None
-        said: str | None = None
-        while solved is None or scores is None or said is None:
+        solution: Solved | None = None
+        scores, said = first, None
+        while solution is None or scores is None or said is None:
             number += 1
             with clock.phase("solve"):
-                solved = solve(run, job, plan, asked, number, solved)
+                solution = solve(run, job, planned, asked, number, solution)
             with clock.phase("scores"):
-                scores = score(run, job, plan, asked, number, solved, scores)
-            said = enough(job, plan, number, solved, scores)
+                scores = score(run, job, planned, asked, number, solution, scores)
+            said = enough(job, planned, number, solution, scores)
         for earlier in range(1, number + 1):  # the ways there are not needed any more
-            run.journal(f"solve-{earlier}", plan.solver.state_type).clear()
+            run.journal(f"solve-{earlier}", planned.solver.state_type).clear()
         with clock.phase("page"):
-            return conclude(run, job, weighed, plan, asked, solved, scores, said, clock)
+            return conclude(run, "result", job, weighed, planned, asked, solution, scores, said, clock)
 
 
 # --- queries -------------------------------------------------------------------------------------------------
@@ -261,12 +280,13 @@ def score(
         job.gnh,
         directions(fresh, asked.plain(job) if job.options.baseline and before is None else None),
         method=job.options.method,  # type: ignore[arg-type]  # checked
-        norms=solved.stats.certificate is not None and before is None,
+        norms=solved.stats.certificate is not None and (before is None or before.norms is None),
     )
     found = score_parts(run, f"scores-{number}", scorer, job, chains=len(fresh))
     if before is None:
         return found
-    return replace(before, chains=torch.cat([before.chains[:kept], found.chains]))
+    chains = torch.cat([before.chains[:kept], found.chains])
+    return replace(before, chains=chains, norms=before.norms if found.norms is None else found.norms)
 
 
 def enough(job: Job, planned: Planned, rounds: int, solved: Solved, scores: Scores) -> str | None:
@@ -274,7 +294,7 @@ def enough(job: Job, planned: Planned, rounds: int, solved: Solved, scores: Scor
     if job.options.until is None:
         return ""
     until, stats = Until.parse(job.options.until), solved.stats
-    scored = Scored.of(scores.chains, stats.certificate, scores.norms, planned.plan.spectrum)
+    scored = Scored.of(scores.chains, stats, scores.norms, planned.plan.spectrum)
     separated = top_is_separated(scored, until.k, until.confidence)
     queries, done = len(separated), int(separated.sum())
     after = f"after {rounds} round{'' if rounds == 1 else 's'} of solving"
@@ -288,7 +308,7 @@ def enough(job: Job, planned: Planned, rounds: int, solved: Solved, scores: Scor
     following = first if planned.solver.independent else spent / max(1, stats.num_products)
     if stats.exhausted:
         ended = "No further iteration can make the solution better in this precision"
-    elif spent + following > job.options.budget * first:
+    elif spent + following > (Budget.parse(job.options.budget).multiple or _ROUNDS) * first:
         ended = "The budget ended"
     else:
         return None
@@ -303,6 +323,7 @@ def enough(job: Job, planned: Planned, rounds: int, solved: Solved, scores: Scor
 
 def conclude(
     run: Run,
+    name: str,
     job: Job,
     weighed: Weighed,
     planned: Planned,
@@ -339,6 +360,7 @@ def conclude(
             by_curvature=bool(planned.drawn),
             damping_words=weighed.words,
             in_metric=gnh.network.metric is not None,
+            limited=planned.limited,
         ),
         queries=asked.exhibits,
         exhibits=exhibits,
@@ -352,4 +374,4 @@ def conclude(
         norms=scores.norms,
         stability=weighed.stability,
     )
-    return run.keep("result", Attribution, lambda: result)
+    return run.keep(name, Attribution, lambda: result)

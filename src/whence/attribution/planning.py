@@ -5,25 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from whence.attribution.budget import Way
 from whence.attribution.cost import count_passes
 from whence.attribution.job import Job
 from whence.model.gauss_newton import GaussNewton
 from whence.model.importance import Importance, measure_importance
 from whence.model.memory import half_of_memory
 from whence.options import Options
+from whence.preconditioners.ekfac import Ekfac, ekfac
 from whence.runs import Run
 from whence.solvers import Solver
-from whence.solvers.auto import Alternative, Choice, choose, make_solver
+from whence.solvers.auto import Alternative, Choice, choose, make_solver, relative_error, tolerance_for
+from whence.solvers.cg import ConjugateGradient
+from whence.solvers.factored import Factored
 from whence.solvers.plan import Plan
-from whence.spectrum import Spectrum, estimate_spectrum
+from whence.spectrum import Estimate, Spectrum, estimate_spectrum
+from whence.spectrum.lambda_max import lanczos
 from whence.tasks import Task
 
-__all__ = ["Planned", "choice_for", "make_plan", "measure"]
+__all__ = ["Planned", "choice_for", "make_factors", "make_plan", "measure", "plan_quick"]
 
 #: A constant C above this means that few examples carry the Hessian.
 _NOISY = 6.0
 #: What measuring a spectrum costs, in products as large as Lanczos'.
 _SPECTRUM_PRODUCTS = 24
+#: EK-FAC's s where it stands in for H + λ, as ``python -m benchmarks.stages`` finds it; as a preconditioner it is 1.
+SCALE = 10.0
+#: Terms that EK-FAC is made from, at most.
+_FACTOR_TERMS = 2**17
+#: Terms that λmax is measured on where nothing else of the spectrum is.
+_TOP_TERMS = 1024
+#: Iterations of conjugate gradients with EK-FAC, at most, and those whose basis must fit into memory.
+_MOST, _KEPT_STEPS = 60, 16
 #: What products show of the examples is kept for other λ while it is fewer numbers than this, for so many products.
 _SLOPES, _SLOPES_STEPS = 2**26, 16
 
@@ -31,9 +44,43 @@ _SLOPES, _SLOPES_STEPS = 2**26, 16
 # --- spectrum ------------------------------------------------------------------------------------------------
 
 
-def measure(run: Run, job: Job) -> Spectrum:
-    """The spectrum, with batches drawn uniformly; that of a solver's own plan where it brings one."""
-    return _spectrum(run, job, "spectrum") if job.own_plan is None else job.own_plan.spectrum
+def measure(run: Run, job: Job, factors: Ekfac | None) -> Spectrum:
+    """The spectrum, with batches drawn uniformly; that of a solver's own plan where it brings one.
+
+    Where there are factors: the trace and the Frobenius norm (which is at least that) are theirs, and λmax is measured.
+    """
+    if job.own_plan is not None:
+        return job.own_plan.spectrum
+    if factors is None:
+        return _spectrum(run, job, "spectrum")
+
+    def compute() -> Spectrum:
+        gnh, random = job.gnh, job.options.generator(1)
+        found = lanczos(gnh.subset(min(_TOP_TERMS, gnh.num_terms), random, distinct=True), generator=random)
+        square = sum(float(block.eigenvalues.double().square().sum()) for block in factors.blocks)
+        top = found.lambda_max
+        return Spectrum(
+            Estimate(max(factors.trace, top.value)),
+            Estimate(max(square**0.5, top.value)),
+            top,
+            num_parameters=gnh.num_parameters,
+        )
+
+    return run.keep("spectrum", Spectrum, compute, operator=job.gnh)
+
+
+def make_factors(run: Run, job: Job, way: Way) -> Ekfac | None:
+    """EK-FAC in the job's coordinates, for any λ; None where it does not answer first."""
+    if not way.factored:
+        return None
+    gnh = job.gnh
+    enough = max(1, int(_FACTOR_TERMS / gnh.terms.terms_per_example))
+
+    def compute() -> Ekfac:
+        some = enough if enough < len(gnh.terms) else None
+        return ekfac(gnh, 1.0, generator=job.options.generator(7), examples=some)
+
+    return run.keep("factors", Ekfac, compute, operator=gnh, device=job.device)
 
 
 def _spectrum(run: Run, job: Job, name: str) -> Spectrum:
@@ -100,12 +147,14 @@ class Planned:
         plan: LiSSA's, in force or as the alternative; brings spectrum and damping.
         choice: why this solver, in words.
         drawn: how batches are drawn, in words, where that is not uniformly.
+        limited: whether a budget ends the solve.
     """
 
     solver: Solver[Any]
     plan: Plan
     choice: str
     drawn: tuple[str, ...]
+    limited: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,9 +166,31 @@ class Chosen:
     plan: Plan
 
 
-def make_plan(run: Run, job: Job, spectrum: Spectrum, damping: float) -> Planned:
-    """The solver: the user's own, or the one that the rule of `whence.solvers.auto` takes."""
+def plan_quick(job: Job, way: Way, factors: Ekfac, spectrum: Spectrum, damping: float) -> Planned:
+    """The quick answer's: EK-FAC in place of H + λ."""
+    solver = Factored(preconditioner=factors.with_damping(damping).with_scale(SCALE))
+    plan = Plan.tuned(spectrum, damping, num_terms=job.gnh.num_terms, chains=job.options.chains)
+    return Planned(solver, plan, way.words, ())
+
+
+def make_plan(
+    run: Run, job: Job, way: Way, factors: Ekfac | None, spectrum: Spectrum, damping: float
+) -> Planned:
+    """The solver: the user's own, or the one that the rule of `whence.solvers.auto` takes; from factors on, CG."""
     own = job.own_solver
+    if factors is not None:
+        plan = Plan.tuned(spectrum, damping, num_terms=job.gnh.num_terms, chains=job.options.chains)
+        refining = ConjugateGradient(
+            tolerance=tolerance_for(job.options.correlation),
+            score_error=None
+            if job.options.accuracy == "certified"
+            else relative_error(job.options.correlation),
+            max_iterations=_MOST if way.iterations is None else way.iterations,
+            preconditioner=factors.with_damping(damping),
+            keep_basis=_basis_fits(job),
+            verify=job.gnh.product != "exact",
+        )
+        return Planned(refining, plan, way.words, (), limited=way.iterations is not None)
     spectrum, importance = _drawing(run, job, spectrum, damping)
     if own is not None and job.own_plan is not None:
         return Planned(own, job.own_plan, "", _drawn(importance, own))
@@ -129,7 +200,8 @@ def make_plan(run: Run, job: Job, spectrum: Spectrum, damping: float) -> Planned
     solver = make_solver(
         chosen.alternative,
         chosen.plan,
-        accuracy=float(job.options.accuracy),
+        accuracy=job.options.correlation,
+        certified=job.options.accuracy == "certified",
         # Inexact products must be told from converged ones; exact ones need no further product.
         verify=job.gnh.product != "exact",
         keep_slopes=_SLOPES_STEPS * len(job.queries) * len(job.gnh.terms) <= _SLOPES,
@@ -162,11 +234,17 @@ def choice_for(
         damping,
         num_terms=gnh.num_terms,
         queries=queries,
-        accuracy=float(options.accuracy),
+        accuracy=options.correlation,
         chains=options.chains,
         passes=count_passes(gnh, queries),
         memory_bytes=half_of_memory(gnh.network.device),
     ).asked(options.solver)
+
+
+def _basis_fits(job: Job) -> bool:
+    """Whether the blocks of a solve can all be kept, which proves errors where a preconditioner says little."""
+    memory, columns = half_of_memory(job.device), len(job.queries)
+    return memory is None or 8.0 * job.gnh.num_parameters * columns * _KEPT_STEPS <= memory
 
 
 def _drawn(importance: Importance | None, solver: Solver[Any]) -> tuple[str, ...]:

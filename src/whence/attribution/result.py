@@ -40,6 +40,7 @@ class Solve(Statistics):
         by_curvature: whether batches were drawn by curvature (`whence.model.importance`), not uniformly.
         damping_words: how λ was found.
         in_metric: whether λ multiplies a metric (`whence.attribution.damping`), not the identity.
+        limited: whether a budget ended the solve, as was asked for.
     """
 
     plan: Plan
@@ -47,6 +48,12 @@ class Solve(Statistics):
     by_curvature: bool = False
     damping_words: str = ""
     in_metric: bool = False
+    limited: bool = False
+
+    @property
+    def ended_well(self) -> Tensor:
+        """Whether each query was solved for as far as was asked, or as the budget went."""
+        return self.converged | self.limited
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class Attribution:
     @cached_property
     def scored(self) -> Scored:
         """Scores with their errors, ``[queries, scored]``."""
-        return Scored.of(self.chain_scores, self.solve.certificate, self.norms, self.solve.plan.spectrum)
+        return Scored.of(self.chain_scores, self.solve, self.norms, self.solve.plan.spectrum)
 
     @property
     def stderr(self) -> Tensor:
@@ -170,6 +177,21 @@ class Attribution:
             [own * 2.0**k for k in range(6, -6, -1)] if dampings is None else sorted(dampings, reverse=True)
         )
         return OverDamping.of(self.solve.shifted, grid, own, self.indices)
+
+    @property
+    def accuracy(self) -> tuple[float, float, float] | None:
+        """The expected mean correlation of scores with the exact damped ones, with the ends of a 90% interval.
+
+        From the error that is expected of the solve; the interval is what such expectations were found to be off by
+        (``python -m benchmarks.stages``). None where none is known, as of LiSSA, whose chains show their `agreement`.
+        """
+        expected = self.solve.error_parts.expected
+        if expected is None:
+            return None
+        error = float(expected.double().square().mean().sqrt())
+        low, high = (1.5, 0.75) if self.solve.certificate is None else (1.5, 0.6)
+        value, bottom, top = (math.sqrt(max(0.0, 1 - (times * error) ** 2)) for times in (1.15, low, high))
+        return value, bottom, top
 
     @property
     def bounds(self) -> Tensor:
@@ -351,7 +373,7 @@ def _correlation(a: Tensor, b: Tensor) -> Tensor:
 
 
 def load(directory: str | Path) -> Attribution:
-    """Read a saved attribution, or a finished run directory.
+    """Read a saved attribution, or a run directory; of one that is not finished its quick answer, where it has one.
 
     Raises:
         RunDirectoryError: where there is none, its run is not finished, or any of its files was damaged.
@@ -359,6 +381,8 @@ def load(directory: str | Path) -> Attribution:
     path = Path(directory)
     check(path)
     if not holds(path, "result"):
+        if holds(path, "quick"):  # all that an unfinished run has to say so far
+            return read(path, "quick", Attribution)
         if holds(path, "cleaning"):
             raise RunDirectoryError(
                 f"{path} holds a run of whence clean, which has no scores to load; `whence report {path}` writes its "

@@ -7,7 +7,11 @@ much of their error, so a difference is judged chain by chain.
 ``b ‖∇ℓ(z)‖ / √Tr(H)`` (`Certificate.score_error`): proven on average over examples, shared out by the length of their
 gradients. (The bound that holds for each of them is `Attribution.bounds`.)
 
-Both bound the solver's error, the distance to the exact damped score; neither knows of the distance from influence to
+*An expected error.* Of the quick answer, and of a solve that its budget ended, it is known what scores should be off by
+on average, ε. A single one is taken to have the spread ``1.35 ε √(a² + s²)``, with a the mean size of its query's
+scores: large scores are off in proportion to themselves. Shape and number are from ``python -m benchmarks.stages``.
+
+All bound the solver's error, the distance to the exact damped score; none knows of the distance from influence to
 retraining.
 """
 
@@ -22,10 +26,13 @@ from scipy.special import ndtri, stdtrit
 from torch import Tensor
 
 from whence.errors import OptionError
-from whence.solvers import Certificate
+from whence.solvers import Statistics
 from whence.spectrum import Spectrum
 
 __all__ = ["Scored", "half_width"]
+
+#: Errors of single scores in units of what is expected of all.
+_WIDER = 1.35
 
 
 def half_width(stderr: Tensor, degrees_of_freedom: float, confidence: float) -> Tensor:
@@ -46,17 +53,26 @@ class Scored:
 
     Attributes:
         chains: by every independent chain, ``[chains, …]``; one where the solver is deterministic.
-        certified: spread that a certificate allows for, ``[…]``, or None.
+        certified: spread that a certificate or an expected error allows for, ``[…]``, or None.
     """
 
     chains: Tensor
     certified: Tensor | None = None
 
     @staticmethod
-    def of(
-        chains: Tensor, certificate: Certificate | None, norms: Tensor | None, spectrum: Spectrum
-    ) -> Scored:
-        """Scores by every chain, with what a certificate allows for where the examples' gradient norms are known."""
+    def of(chains: Tensor, stats: Statistics, norms: Tensor | None, spectrum: Spectrum) -> Scored:
+        """Scores by every chain, with what a certificate allows for where the examples' gradient norms are known.
+
+        Of one chain without a certificate, or one that was not gone on with to what was asked, with what is expected.
+        """
+        certificate, expected = stats.certificate, stats.error_parts.expected
+        if (
+            expected is not None
+            and len(chains) == 1
+            and (certificate is None or not bool(stats.converged.all()))
+        ):
+            mean = chains[0].abs().mean(-1, keepdim=True)
+            return Scored(chains, _WIDER * expected.unsqueeze(-1).to(chains) * torch.hypot(mean, chains[0]))
         if certificate is None or norms is None:
             return Scored(chains)
         return Scored(chains, certificate.score_error(norms, spectrum.trace.value))

@@ -262,20 +262,25 @@ def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, t
         run.keep("command", Command, lambda: command)
 
     inputs = Inputs(command.inputs)
-    result = attribute(
-        inputs.problem.model,
-        inputs.train,
-        inputs.queries,
-        task=inputs.task,
-        params=inputs.params,
-        candidates=inputs.candidates,
-        class_names=inputs.class_names,
-        training=inputs.training,
-        run_dir=run_dir,
-        on_run=keep,
-        options=command.options,
-    )
     page = _beside(report, run_dir, "report.html")
+    try:
+        result = attribute(
+            inputs.problem.model,
+            inputs.train,
+            inputs.queries,
+            task=inputs.task,
+            params=inputs.params,
+            candidates=inputs.candidates,
+            class_names=inputs.class_names,
+            training=inputs.training,
+            run_dir=run_dir,
+            on_run=keep,
+            options=command.options,
+        )
+    except KeyboardInterrupt:
+        if run_dir is not None and page is not None and holds(run_dir, "quick"):
+            say(f"interrupted; the quick answer so far: {load(run_dir).to_html(page)}")
+        raise
     if page is not None:
         result.to_html(page)
     if json:
@@ -284,7 +289,7 @@ def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, t
         show_result(result, top)
         if page is not None:
             tell(f"\npage: {page}")
-    if not bool(result.solve.converged.all()):
+    if not bool(result.solve.ended_well.all()):
         say("the solver did not converge for every query; a larger --damping helps, or more --chains")
         raise typer.Exit(NOT_CONVERGED)
 

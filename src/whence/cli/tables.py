@@ -13,6 +13,7 @@ from rich.text import Text
 
 from whence.attribution import Attribution, Row
 from whence.attribution.cost import Forecast
+from whence.attribution.page import accuracy_words
 from whence.attribution.sweep import DampingForecast
 from whence.cleaning import Cleaning
 from whence.cleaning.result import Suspect
@@ -58,9 +59,13 @@ def show_result(result: Attribution, k: int) -> None:
         console.print()
         console.print(Text(f"query {q}: ", style="bold") + Text(_asked(exhibit)))
         state = "converged" if bool(result.solve.converged[q]) else "NOT CONVERGED"
+        if result.solve.limited and not bool(result.solve.converged[q]):
+            state = "ended by the budget"
         residual, error = float(result.solve.residual[q]), float(result.solve.residual_stderr[q])
         certificate, size = result.solve.certificate, result.solve.score_rms
-        if certificate is None or size is None:
+        if result.solve.solver == "ekfac":
+            state, trust = "EK-FAC, the quick answer", f"residual {residual:.2g}"
+        elif certificate is None or size is None:
             trust = f"residual {residual:.2g} ± {error:.1g}; chains agree to {float(result.agreement[q]):.3f}"
         else:
             proven = float(certificate.upper[q] / size[q])
@@ -72,6 +77,8 @@ def show_result(result: Attribution, k: int) -> None:
                 console.print(_table(result, rows, name))
     if result.not_scored:
         tell(f"not everything was scored: {result.not_scored}")
+    if result.solve.solver == "ekfac" or result.solve.limited:
+        tell(f"\n{accuracy_words(result)} {result.solve.choice}".rstrip())
     _show_notes(result.solve.events)
 
 
@@ -127,6 +134,8 @@ def rows_as_json(result: Attribution, k: int) -> list[dict[str, object]]:
             "id": result.queries[q].id,
             "loss": float(result.query_losses[q]),
             "converged": bool(result.solve.converged[q]),
+            "solver": result.solve.solver,
+            "accuracy": None if result.accuracy is None else list(result.accuracy),
             "residual": float(result.solve.residual[q]),
             "residual_stderr": float(result.solve.residual_stderr[q]),
             **{

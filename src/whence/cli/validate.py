@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -17,11 +16,11 @@ from whence.cli.outcome import NOT_CONVERGED, out, print_json
 from whence.errors import OptionError, RunDirectoryError
 from whence.report.checks import LIMITS, Validation
 from whence.runs import as_json, holds, read
+from whence.units import duration_seconds
 from whence.validation.validate import check_options, validate
 
 __all__ = ["parse_duration", "validate_command"]
 
-_UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}
 _STYLES = {"trust": "green", "doubt": "bold red", "cannot tell": "yellow"}
 
 
@@ -86,10 +85,10 @@ def parse_duration(text: str) -> float:
         >>> parse_duration("10min"), parse_duration("1.5 h"), parse_duration("90")
         (600.0, 5400.0, 90.0)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(s|min|h|)", text.strip())
-    if match is None:
+    seconds = duration_seconds(f"{text}s" if text.strip().replace(".", "", 1).isdigit() else text)
+    if seconds is None:
         raise OptionError(f"--budget is {text!r}; give a time such as 90s, 10min or 2h")
-    return float(match[1]) * _UNITS[match[2]]
+    return seconds
 
 
 def _show(console: Console, found: Validation) -> None:

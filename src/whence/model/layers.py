@@ -171,9 +171,11 @@ class Call:
             if len(rows) * positions < positions + len(rows) + _MOVING:
                 weights = rows.reshape(len(rows), -1, outputs).mT if _transposed(self.module) else rows
                 found = a.flatten(0, 1) @ weights.reshape(len(rows) * outputs, -1).mT
-                found = found.reshape(n * positions, len(rows), outputs) @ g.reshape(n * positions, outputs, 1)
+                found = found.reshape(n * positions, len(rows), outputs) @ g.reshape(
+                    n * positions, outputs, 1
+                )
                 return found.reshape(n, positions, len(rows)).sum(1).mT
-        return rows.flatten(1) @ self.gradients(kind).flatten(1).mT
+        return rows.reshape(len(rows), -1) @ self.gradients(kind).reshape(len(self.gradient), -1).mT
 
     def looked_up(self, g: Tensor) -> Tensor:
         """``Σ_t e_{token t} g_tᵀ``, ``[n, vocabulary, width]``, of an embedding."""
@@ -201,7 +203,8 @@ class Call:
             assert isinstance(found, Tensor)
             return found
 
-        with warnings.catch_warnings():  # an operation that cannot be vectorised is done for one example at a time
+        # an operation that cannot be vectorised is done for one example at a time
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             result: Tensor = vmap(of_one)(self.inputs, self.gradient)
         return result
@@ -260,6 +263,7 @@ class ExampleGradients:
                 self.missing.setdefault(name, "it belongs to no module")
         self._modules = {key: pair for key, pair in owned.items() if not self._all_missing(pair[1])}
         self._shared: set[int] = set()
+        self._folded: set[int] = set()
         self._try(pilot)
         self._modules = {key: pair for key, pair in self._modules.items() if not self._all_missing(pair[1])}
         self.missing = {name: self.missing[name] for name in network.parameters if name in self.missing}
@@ -286,7 +290,7 @@ class ExampleGradients:
         del outputs
         for key in seen.unreadable:
             self.missing |= dict.fromkeys(self._modules[key][1].values(), seen.unreadable[key])
-        self._shared = seen.shared
+        self._shared, self._folded = seen.shared, seen.folded
         (passed,) = self._backward(seen, again, [draw], leaves, others=False)
         reason = "used in another way than by calling its layer with a row for each example"
         for matrix in matrices(self.network):
@@ -300,14 +304,14 @@ class ExampleGradients:
     ) -> tuple[_Seen, Tensor]:
         """The calls, with one row that all examples share written as a row for each where the model can do with it."""
         try:
-            with self._watching(pilot.size, trying=True) as seen:
+            with torch.enable_grad(), self._watching(pilot.size, trying=True) as seen:
                 outputs = self.network.outputs(pilot, leaves)
             if not seen.shared or torch.allclose(outputs.detach(), expected, rtol=_CLOSE, equal_nan=True):
                 return seen, outputs
         except Exception:
             if not seen.shared:
                 raise
-        with self._watching(pilot.size) as seen:
+        with torch.enable_grad(), self._watching(pilot.size, trying=True, sharing=False) as seen:
             outputs = self.network.outputs(pilot, leaves)
         return seen, outputs
 
@@ -357,8 +361,9 @@ class ExampleGradients:
             )
         yield from self._backward(seen, outputs, cotangents(outputs.detach()), leaves, others=others)
 
-    def _watching(self, examples: int, *, trying: bool = False) -> _Seen:
-        return _Seen(self._modules, examples, None if trying else self._shared)
+    def _watching(self, examples: int, *, trying: bool = False, sharing: bool = True) -> _Seen:
+        found = None if trying else self._folded
+        return _Seen(self._modules, examples, None if trying and sharing else self._shared, found)
 
     def _backward(
         self,
@@ -379,6 +384,8 @@ class ExampleGradients:
                 if gradient is None:
                     continue
                 module, names = self._modules[key]
+                if key in self._folded:
+                    gradient = gradient.reshape(len(inputs), -1, gradient.shape[1])
                 call = Call(module, names, inputs, gradient)
                 for kind, name in names.items():
                     if name not in self.missing:
@@ -391,14 +398,20 @@ class _Seen:
     """Watches the calls of modules: what went in, and where the gradient of what came out will arrive."""
 
     def __init__(
-        self, modules: Mapping[int, tuple[nn.Module, Any]], examples: int, shared: set[int] | None
+        self,
+        modules: Mapping[int, tuple[nn.Module, Any]],
+        examples: int,
+        shared: set[int] | None,
+        folded: set[int] | None,
     ) -> None:
         self.modules, self.examples = modules, examples
         self.calls: list[tuple[int, Tensor, GradientEdge]] = []
         self.unreadable: dict[int, str] = {}
         #: Modules whose output is one for all examples, as a position's embedding is.
         self.shared: set[int] = set() if shared is None else shared
-        self._trying = shared is None
+        #: Modules that are called with a row for each position, those of the first example first.
+        self.folded: set[int] = set() if folded is None else folded
+        self._find_shared, self._find_folded = shared is None, folded is None
         self._handles: list[Any] = []
 
     def __enter__(self) -> _Seen:
@@ -419,19 +432,26 @@ class _Seen:
             if not output.requires_grad:
                 return None
             if self.examples > 1 and given.ndim and len(given) == len(output) == 1:
-                if self._trying:
+                if self._find_shared:
                     self.shared.add(key)
                 if key in self.shared:
                     given = given.expand(self.examples, *given.shape[1:])
                     output = output.expand(self.examples, *output.shape[1:])
+            result = output
+            folded = key in self.folded or (self._find_folded and len(given) != self.examples)
+            if folded and given.ndim == output.ndim == 2 and len(given) == len(output):
+                whole = len(given) % self.examples == 0  # else it is refused below
+                if whole:
+                    self.folded.add(key)
+                    given, output = (t.reshape(self.examples, -1, t.shape[1]) for t in (given, output))
             if given.ndim == 0 or len(given) != self.examples or len(output) != self.examples:
                 rows = (
                     f"inputs {tuple(given.shape)}, which are not a row for each of {self.examples} examples"
                 )
                 self.unreadable.setdefault(key, f"called with {rows},")
                 return None
-            self.calls.append((key, given.detach(), get_gradient_edge(output)))
-            return output
+            self.calls.append((key, given.detach(), get_gradient_edge(result)))
+            return result
 
         return note
 

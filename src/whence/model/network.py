@@ -77,6 +77,7 @@ class Network:
         # Building the wrapper must not flip the model's mode: nn.Module starts in training mode.
         self._module = _TaskModule(model, task)
         self._module.training = False
+        self._slots = _slots(model, self.parameters)
 
     @property
     def device(self) -> torch.device:
@@ -112,8 +113,11 @@ class Network:
         """The outputs, with ``parameters`` in place of the model's own where given."""
         if parameters is None:
             return self.task.outputs(self.model, batch)
-        swapped = {f"model.{name}": tensor for name, tensor in parameters.items()}
-        result = functional_call(self._module, swapped, (batch,))
+        swapped = {
+            f"model.{slot}": tensor for name, tensor in parameters.items() for slot in self._slots[name]
+        }
+        # torch would tie weights by all their names, of which a module with two has each put back over the other
+        result = functional_call(self._module, swapped, (batch,), tie_weights=False)
         assert isinstance(result, Tensor)
         return result
 
@@ -174,3 +178,14 @@ class Network:
         for name, gradient in zip(leaves, gradients, strict=True):
             if gradient is not None:
                 receive(name, self.scaled(name, gradient))
+
+
+def _slots(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
+    """Where each parameter is kept: several places where it is tied, one of each module."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found: dict[str, list[str]] = {name: [] for name in parameters}
+    for path, module in model.named_modules():  # each module once
+        for kind, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in names:
+                found[names[id(parameter)]].append(f"{path}.{kind}" if path else kind)
+    return found

@@ -11,7 +11,7 @@ have no gradients of their own (`whence.model.layers`), those of whole batches t
 from the model: they have H as second moment too. A side that is too wide has the identity for a basis.
 
 What P leaves out, above all the blocks between layers, makes it too small along gradients. The scale s makes up for it:
-`whence.preconditioners.scale` measures it. Derived in docs/math.md, "EK-FAC".
+`whence.attribution.planning` sets it. Derived in docs/math.md, "EK-FAC".
 """
 
 from __future__ import annotations
@@ -143,12 +143,13 @@ class Ekfac(Preconditioner):
         parts: dict[str, Tensor] = {}
         for block in self.blocks:
             rows, columns = block.matrix.shape
-            width = rows * (columns - (block.matrix.bias is not None))
-            if vector.shape_of(block.matrix.weight).numel() != width:
-                raise VectorError(
-                    f"{block.matrix.weight!r} has shape {tuple(vector.shape_of(block.matrix.weight))} in the vector; "
-                    f"the preconditioner was made for {width} numbers. Use it with the model that it was made for"
-                )
+            widths = (rows * (columns - (block.matrix.bias is not None)), rows)
+            for name, width in zip(block.matrix.names, widths, strict=False):
+                if vector.shape_of(name).numel() != width:
+                    raise VectorError(
+                        f"{name!r} has shape {tuple(vector.shape_of(name))} in the vector; the preconditioner was "
+                        f"made for {width} numbers. Use it with the model that it was made for"
+                    )
             parts |= block.apply(vector, function)
         return ParamVector({name: parts[name] for name in vector}, columns=vector.columns)
 
@@ -294,7 +295,8 @@ def _root(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
     tangents = identity.reshape(m, 1, *outputs.shape[1:]).expand(m, *outputs.shape)
     hessians = task.hessian_product(outputs, tangents, batch).reshape(m, n, m).transpose(0, 1)
     values, vectors = torch.linalg.eigh(hessians)
-    root: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
+    rounding = m * torch.finfo(values.dtype).eps * values.amax(1, keepdim=True)
+    root: Tensor = vectors * values.where(values > rounding, 0.0).sqrt().unsqueeze(1)
     return root
 
 
@@ -371,15 +373,16 @@ class _Measured:
         *,
         looked_up: bool,
     ) -> None:
-        g = call.outputs_by_position
+        g = _wide(call.outputs_by_position)
         rows, columns = self.scales[matrix]
         if call.is_embedding:
             add(matrix, 1, _side(g, columns, None))
         elif kind == "bias":
             add(matrix, 0, _side(g.sum(1), rows, None))
         else:
-            # a position that nothing depends on, such as padding, tells nothing of the inputs
-            met = g.abs().amax(-1, keepdim=True) > 0
+            # a position that nothing depends on but by rounding, such as padding, tells nothing of the inputs
+            sizes = g.abs().amax(-1, keepdim=True)
+            met = sizes > math.sqrt(torch.finfo(g.dtype).eps) * sizes.amax(1, keepdim=True)
             add(matrix, 1, _side(call.inputs_by_position(bias=matrix.bias is not None) * met, columns, None))
             if not looked_up:  # an embedding's inputs are one-hot, and their moment diagonal
                 add(matrix, 0, _side(g, rows, None))

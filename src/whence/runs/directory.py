@@ -28,7 +28,7 @@ __all__ = ["Run", "check", "environment", "holds", "read"]
 
 T = TypeVar("T")
 
-_PACKAGES = ("whence", "torch", "numpy", "transformers", "safetensors", "pyarrow", "curvlinops-for-pytorch")
+_PACKAGES = ("whence", "torch", "numpy", "transformers", "safetensors", "pyarrow")
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 

@@ -8,8 +8,8 @@ matrix product. For k directions and batches of b examples:
     exact, one by one      k (3F + 3cO/b)                      a dual forward is three forwards' work
     exact, vectorised      F + 2kF + 3cO/b
     finite differences     k (2F + 2(cO + wN)/b)               each forward also writes the perturbed parameters
-    layers                 2F + 2cO/b + min(kF, F + (mN + 2kN))   a backward pass to the layers' outputs; then k products,
-                                                               or examples' gradients, for which m = 10w
+    layers                 2F + 2cO/b + min(kF, F + mN + 2kN)  a backward pass to the layers' outputs; then k products,
+                                                               or examples' gradients, with m = 10w
     gradients              s(3F) + 3cO + w(2 + k)N             one example at a time, small matrices; then k products
 
 c: flops in the time of a launch; w: flops in the time to move a number through memory; s: how much slower the

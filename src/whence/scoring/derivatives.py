@@ -1,5 +1,4 @@
-"""Three ways to ``∇ℓ(z)ᵀu``: directional derivatives of a whole batch, without any gradient; every example's gradient,
-layer by layer, from one backward pass over a batch; one backward pass per example.
+"""Three ways to ``∇ℓ(z)ᵀu``: derivatives along u, examples' gradients layer by layer, a gradient for each example.
 
 The derivative of every term's loss along u is one dual-number forward (exact), or the difference of two plain
 forwards at ``θ ± δu``. A batch's terms come out one by one, so scores per token are free.

@@ -228,6 +228,7 @@ def make_solver(
     plan: Plan,
     *,
     accuracy: float,
+    certified: bool = False,
     verify: bool = True,
     keep_slopes: bool = False,
 ) -> Lissa | ConjugateGradient:
@@ -237,6 +238,7 @@ def make_solver(
         chosen: one of a choice's alternatives.
         plan: of the damping; in force where LiSSA was chosen.
         accuracy: the correlation with exact scores to reach.
+        certified: whether the proven error decides, and not the expected one.
         verify: of `ConjugateGradient`.
         keep_slopes: of `ConjugateGradient`.
     """
@@ -244,7 +246,7 @@ def make_solver(
         return Lissa(plan)
     return ConjugateGradient(
         tolerance=tolerance_for(accuracy),
-        score_error=relative_error(accuracy),
+        score_error=None if certified else relative_error(accuracy),
         largest=plan.spectrum.largest(3.0),
         keep_slopes=keep_slopes,
         verify=verify,

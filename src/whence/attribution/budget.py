@@ -1,0 +1,134 @@
+"""What an attribution may cost, and what that buys: the quick answer, some of the way on from it, or an exact solve.
+
+Costs are counted before anything is run, in the currency of `whence.scoring.cost`. With F the work of a forward pass
+over one example, c what starting one costs for each example, q queries and K(q) iterations:
+
+    quick       metric 3(F + c), factors 9(F + c), one product 5F + 5c, scores
+    exact       metric, spectrum, halves of the data 8(17F + 5c), conjugate gradients K((1 + 4q)F + 5c), scores
+
+**The rule.** The exact solve, where it costs no more than the budget. Else the quick answer, by EK-FAC; and from it on
+by conjugate gradients with EK-FAC as preconditioner, as many iterations as the rest of the budget pays, if these are
+two or more. The budget is 2.5 times the quick answer's cost, and half a minute's work where that is more; with an
+accuracy that is named there is none. A budget of time counts 30 Gflop for a second.
+
+Measured by ``python -m benchmarks.stages``: on small works the exact solve is worth its price, on language models the
+quick answer agrees with retraining as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from whence.attribution.job import Job
+from whence.model.gauss_newton import GaussNewton
+from whence.options import Budget, Options
+from whence.runs import Run
+from whence.scoring.cost import count_work
+
+__all__ = ["Prices", "Way", "choose_way", "count_prices"]
+
+#: The budget by default, in quick answers; and at least so many flops' worth.
+MULTIPLE, HALF_A_MINUTE = 2.5, 1e12
+#: Flops that one core does in a second, where no product was timed.
+_PER_SECOND = 3e10
+#: Products of the spectrum, and of a solve on halves of the data, for how many columns.
+_SPECTRUM, _HALVES, _HALVES_COLUMNS = 24, 8, 4
+#: Forwards of EK-FAC's two passes, with all that is done between them.
+_FACTORS = 9
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Counted work, in flops' worth over all of the data.
+
+    Attributes:
+        quick: of the quick answer.
+        exact: of an exact solve and what goes before it.
+        iteration: of one more iteration, for all queries.
+    """
+
+    quick: float
+    exact: float
+    iteration: float
+
+
+@dataclass(frozen=True)
+class Way:
+    """How far to go.
+
+    Attributes:
+        factored: whether EK-FAC answers first.
+        solved: whether the system is then solved, or solved from the start.
+        iterations: that this may take; None for as many as it needs.
+        words: why, for the result.
+    """
+
+    factored: bool
+    solved: bool
+    iterations: int | None
+    words: str
+
+
+def count_prices(gnh: GaussNewton, queries: int, options: Options, *, halves: bool) -> Prices:
+    """What an attribution of so many queries costs, by its ways."""
+    work, n = count_work(gnh), len(gnh.terms)
+    F, c = work.flops, work.launching / work.batch
+    started = 5 if gnh.product == "exact" else 1 + 4 * queries
+
+    def product(columns: int) -> float:
+        return (1 + 4 * columns) * F + (5 if gnh.product == "exact" else 1 + 4 * columns) * c
+
+    score = min(work.layers(queries, norms=False), work.gradients(queries))
+    shared = 3 * (F + c) + score + 3 * queries * (F + work.launching) / n
+    iteration = (1 + 4 * queries) * F + started * c
+    part = min(1.0, options.spectrum_terms / gnh.num_terms)
+    exact = shared + part * _SPECTRUM * product(1) + expected_iterations(queries) * iteration
+    exact += _HALVES * product(_HALVES_COLUMNS) if halves else 0.0
+    quick = shared + _FACTORS * (F + c) + product(1)
+    return Prices(n * quick, n * exact, n * iteration)
+
+
+def expected_iterations(queries: int) -> int:
+    """K(q): what block conjugate gradients took on the works of the benchmarks, 12 for one query, 4 for fifty."""
+    return max(3, round(12 * math.pow(queries, -0.3)))
+
+
+def choose_way(run: Run, job: Job) -> Way:
+    """The way to go, by the rule at the top of this file; kept with the run."""
+    return run.keep("way", Way, lambda: _way(job))
+
+
+def _way(job: Job) -> Way:
+    options = job.options
+    if job.own_solver is not None or options.solver != "auto":
+        return Way(False, True, None, "")
+    if options.accuracy == "quick":
+        return Way(True, False, 0, "The quick answer was asked for.")
+    halves = job.training is None and options.damping == "auto"
+    prices = count_prices(job.gnh, len(job.queries), options, halves=halves)
+    budget, limit = Budget.parse(options.budget), math.inf
+    if budget.multiple is not None:
+        limit = budget.multiple * prices.quick
+    elif budget.seconds is not None:
+        limit = budget.seconds * _PER_SECOND
+    elif options.accuracy == "auto":
+        limit = max(MULTIPLE * prices.quick, HALF_A_MINUTE)
+    if (
+        prices.exact <= max(limit if math.isfinite(limit) else 0.0, HALF_A_MINUTE)
+        or options.until is not None
+    ):
+        return Way(False, True, None, "")
+    if math.isinf(limit):
+        return Way(True, True, None, "")
+    iterations = int((limit - prices.quick) / prices.iteration)
+    times = limit / prices.quick
+    if iterations < 2:
+        return Way(
+            True,
+            False,
+            0,
+            f"An exact solve would cost {prices.exact / prices.quick:.2g} times as much as this answer, and the budget "
+            f"is {times:.2g} times: ask for accuracy=0.99, or for a larger budget, to have it.",
+        )
+    return Way(True, True, iterations, f"The budget was {times:.2g} times the cost of the quick answer.")
