@@ -133,7 +133,7 @@ def test_plan_takes_what_shapes_it_and_nothing_else() -> None:
     own = {"json", "damping_sweep", "figure", *(each.name for each in fields(InputOptions))}
     shaping = {parameter.name for parameter in commands()["plan"].params} - own
     measuring = {each.name for each in fields(MeasureOptions)}
-    assert shaping == measuring | {"damping", "solver", "accuracy", "chains", "refine", "baseline"}
+    assert shaping == measuring | {"damping", "solver", "accuracy", "budget", "chains", "refine", "baseline"}
     refused = CliRunner().invoke(app, ["plan", "model", "--until", "top-10 stable"], env={"COLUMNS": "200"})
     assert refused.exit_code == 2
     assert "No such option: --until" in refused.output

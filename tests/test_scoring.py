@@ -314,7 +314,7 @@ def test_the_ways_cross_once(flops: float, launches: int, parameters: int, batch
         assert cheaper <= work.directional(7, exact=True, vectorised=False)
 
 
-def test_auto_takes_directions_for_one_query_and_gradients_for_many() -> None:
+def test_auto_takes_the_cheapest_way_by_count() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -322,25 +322,69 @@ def test_auto_takes_directions_for_one_query_and_gradients_for_many() -> None:
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
     rows = [torch.randint(50, (64,), generator=generator(i)) for i in range(4)]
     for product in ("exact", "finite-difference"):
-        gnh = GaussNewton(model, LanguageModeling(), rows, product=product, micro_batch=4)
-        one = Scorer(gnh, gnh.zeros())
-        assert one.method == "directional"
-        assert one.describe().startswith(f"directional derivatives ({product})")
         exact = product == "exact"
-        switch = one.work.switch_point(exact=exact, vectorised=exact)
-        assert 2 < switch < 60
-        below, above = Scorer(gnh, gnh.zeros(switch - 1)), Scorer(gnh, gnh.zeros(switch))
-        assert (below.method, above.method) == ("directional", "gradients")
-        assert above.describe().startswith("one gradient per example")
-        assert f"for {switch} directions" in above.describe()
-        assert above.cost == above.work.gradients(switch)
-        assert below.cost == below.work.directional(switch - 1, exact=exact, vectorised=exact)
+        gnh = GaussNewton(model, LanguageModeling(), rows, product=product, micro_batch=4)
+        for count in (1, 4, 40):
+            scorer = Scorer(gnh, gnh.zeros(count))
+            costs = {
+                "directional": scorer.work.directional(count, exact=exact, vectorised=exact),
+                "layers": scorer.work.layers(count, norms=False),
+                "gradients": scorer.work.gradients(count),
+            }
+            assert scorer.method == min(costs, key=costs.__getitem__)
+            assert scorer.cost == costs[scorer.method]
+            assert f"for {count} direction" in scorer.describe()
+        assert scorer.method == "layers"
+
+
+def test_where_layers_cannot_be_read_many_queries_take_a_gradient_for_each_example() -> None:
+    model = nn.Sequential(nn.LSTM(6, 24, batch_first=True), _Last(), nn.Linear(24, 4)).to(DOUBLE).eval()
+    rows = [(torch.randn(5, 6, generator=generator(i), dtype=DOUBLE), i % 4) for i in range(4)]
+    gnh = GaussNewton(model, Classification(), rows, micro_batch=4)
+    with pytest.raises(OptionError, match=r"method is 'layers', and .* cannot be read"):
+        Scorer(gnh, gnh.zeros(), method="layers")
+    one = Scorer(gnh, gnh.zeros())
+    assert one.method == "directional"
+    exact = gnh.product == "exact"
+    switch = one.work.switch_point(exact=exact, vectorised=exact and gnh.vectorises(one._pilot, gnh.zeros(1)))
+    assert Scorer(gnh, gnh.zeros(switch - 1)).method == "directional"
+    assert Scorer(gnh, gnh.zeros(switch)).method == "gradients"
+
+
+class _Last(nn.Module):
+    def forward(self, outputs: tuple[Tensor, Any]) -> Tensor:
+        return outputs[0][:, -1]
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("columns", [1, 40])
+def test_scores_by_layers_are_those_by_gradients(columns: int, norms: bool) -> None:
+    for case in CASES:
+        gnh = GaussNewton(case.model(DOUBLE), case.task, case.data(DOUBLE))
+        if gnh.example_gradients().missing:
+            continue
+        metric = gnh.zeros().randn_like(generator()).power(2.0)
+        gnh = gnh.in_metric(ParamVector({name: part + 0.1 for name, part in metric.items()}))
+        block, positions = gnh.zeros(columns).randn_like(generator(1)), torch.arange(len(gnh.terms))
+        by_layers, by_gradients = (
+            Scorer(gnh, block, method=method, norms=norms) for method in ("layers", "gradients")
+        )
+        torch.testing.assert_close(
+            by_layers.score(positions), by_gradients.score(positions), rtol=1e-6, atol=1e-8
+        )
+        if norms:
+            torch.testing.assert_close(
+                by_layers.score_with_norms(positions)[1],
+                by_gradients.score_with_norms(positions)[1],
+                rtol=1e-6,
+                atol=0,
+            )
 
 
 def test_a_way_that_was_asked_for_is_not_called_cheaper_where_it_is_not() -> None:
     gnh = operator()
     chosen = Scorer(gnh, gnh.zeros())
-    assert chosen.method == "directional"
+    assert chosen.method == "layers"
     assert "times cheaper" in chosen.describe()
     forced = Scorer(gnh, gnh.zeros(), method="gradients")
     assert forced.cost > chosen.cost
@@ -353,7 +397,9 @@ def test_a_way_that_was_asked_for_is_not_called_cheaper_where_it_is_not() -> Non
 @pytest.mark.parametrize("method", ["fast", "", None, "Gradients"])
 def test_an_unknown_method_is_refused_naming_the_known_ones(method: Any) -> None:
     gnh = operator()
-    with pytest.raises(OptionError, match=r"method is .*'auto', 'directional' or 'gradients'") as caught:
+    with pytest.raises(
+        OptionError, match=r"method is .*'auto', 'directional', 'layers' or 'gradients'"
+    ) as caught:
         Scorer(gnh, gnh.zeros(), method=method)
     assert repr(method) in str(caught.value)
 

@@ -25,8 +25,9 @@ from whence.model.gauss_newton import GaussNewton
 from whence.options import Budget, Options
 from whence.runs import Run
 from whence.scoring.cost import count_work
+from whence.solvers.plan import part_of_auto
 
-__all__ = ["Prices", "Way", "choose_way", "count_prices"]
+__all__ = ["Prices", "Way", "choose_way", "count_prices", "way_for"]
 
 #: The budget by default, in quick answers; and at least so many flops' worth.
 MULTIPLE, HALF_A_MINUTE = 2.5, 1e12
@@ -46,11 +47,23 @@ class Prices:
         quick: of the quick answer.
         exact: of an exact solve and what goes before it.
         iteration: of one more iteration, for all queries.
+        product: of a product with one vector.
     """
 
     quick: float
     exact: float
     iteration: float
+    product: float
+
+    def of(self, way: Way) -> float:
+        """What goes this way; without a limit, with as many iterations as are expected of an exact solve."""
+        if not way.factored:
+            return self.exact
+        if not way.solved:
+            return self.quick
+        return self.quick + (
+            self.exact - self.quick if way.iterations is None else way.iterations * self.iteration
+        )
 
 
 @dataclass(frozen=True)
@@ -70,8 +83,9 @@ class Way:
     words: str
 
 
-def count_prices(gnh: GaussNewton, queries: int, options: Options, *, halves: bool) -> Prices:
-    """What an attribution of so many queries costs, by its ways."""
+def count_prices(gnh: GaussNewton, queries: int, options: Options, *, recipe: bool) -> Prices:
+    """What an attribution of so many queries costs, by its ways, with or without the training's recipe."""
+    halves = not recipe and part_of_auto(options.damping) is not None
     work, n = count_work(gnh), len(gnh.terms)
     F, c = work.flops, work.launching / work.batch
     started = 5 if gnh.product == "exact" else 1 + 4 * queries
@@ -86,7 +100,7 @@ def count_prices(gnh: GaussNewton, queries: int, options: Options, *, halves: bo
     exact = shared + part * _SPECTRUM * product(1) + expected_iterations(queries) * iteration
     exact += _HALVES * product(_HALVES_COLUMNS) if halves else 0.0
     quick = shared + _FACTORS * (F + c) + product(1)
-    return Prices(n * quick, n * exact, n * iteration)
+    return Prices(n * quick, n * exact, n * iteration, n * product(1))
 
 
 def expected_iterations(queries: int) -> int:
@@ -96,17 +110,22 @@ def expected_iterations(queries: int) -> int:
 
 def choose_way(run: Run, job: Job) -> Way:
     """The way to go, by the rule at the top of this file; kept with the run."""
-    return run.keep("way", Way, lambda: _way(job))
+
+    def compute() -> Way:
+        if job.own_solver is not None:
+            return Way(False, True, None, "")
+        return way_for(job.gnh, len(job.queries), job.options, recipe=job.training is not None)
+
+    return run.keep("way", Way, compute)
 
 
-def _way(job: Job) -> Way:
-    options = job.options
-    if job.own_solver is not None or options.solver != "auto":
+def way_for(gnh: GaussNewton, queries: int, options: Options, *, recipe: bool) -> Way:
+    """The way to go for so many queries, with or without the training's recipe."""
+    if options.solver != "auto":
         return Way(False, True, None, "")
     if options.accuracy == "quick":
         return Way(True, False, 0, "The quick answer was asked for.")
-    halves = job.training is None and options.damping == "auto"
-    prices = count_prices(job.gnh, len(job.queries), options, halves=halves)
+    prices = count_prices(gnh, queries, options, recipe=recipe)
     budget, limit = Budget.parse(options.budget), math.inf
     if budget.multiple is not None:
         limit = budget.multiple * prices.quick
@@ -114,15 +133,11 @@ def _way(job: Job) -> Way:
         limit = budget.seconds * _PER_SECOND
     elif options.accuracy == "auto":
         limit = max(MULTIPLE * prices.quick, HALF_A_MINUTE)
-    if (
-        prices.exact <= max(limit if math.isfinite(limit) else 0.0, HALF_A_MINUTE)
-        or options.until is not None
-    ):
+    if prices.exact <= (limit if math.isfinite(limit) else HALF_A_MINUTE) or options.until is not None:
         return Way(False, True, None, "")
     if math.isinf(limit):
         return Way(True, True, None, "")
-    iterations = int((limit - prices.quick) / prices.iteration)
-    times = limit / prices.quick
+    iterations, times = int((limit - prices.quick) / prices.iteration), limit / prices.quick
     if iterations < 2:
         return Way(
             True,

@@ -151,6 +151,7 @@ class _Question:
     """What the templates show of a query: its lists, its figures, and how its solve fared.
 
     Attributes:
+        quick: whether EK-FAC answered.
         proven: what a certificate bounds the scores' error by, relative to the scores, in root mean square; or None.
         expected: what the examples' scores should be off by, relative to their spread; or None.
         parts: what the chains' start has left behind, at most, and what sampling has added, relative to the scores; or
@@ -166,6 +167,7 @@ class _Question:
         self.exhibit = result.queries[q] if q < len(result.queries) else Exhibit(id=str(q))
         self.loss = float(result.query_losses[q])
         self.converged, self.ended_well = bool(solve.converged[q]), bool(solve.ended_well[q])
+        self.quick = solve.solver == "ekfac"
         self.residual, self.residual_stderr = float(solve.residual[q]), float(solve.residual_stderr[q])
         self.agreement = agreement
         self.proven = None  # ‖u - u*‖_A / ‖u‖_H

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from whence.attribution import attribute, load
+from whence.attribution.budget import count_prices, way_for
 from whence.attribution.cost import forecast
 from whence.attribution.damping import first_damping, metric_of
 from whence.attribution.planning import choice_for
@@ -17,7 +18,7 @@ from whence.cli.inputs import Command, InputOptions, Inputs
 from whence.cli.options import AsJson, guarded, takes
 from whence.cli.outcome import NOT_CONVERGED, print_json, say, tell
 from whence.cli.sweep import check_figure, draw, sweep_dampings
-from whence.cli.tables import cleaning_as_json, rows_as_json, show_cleaning, show_plan, show_result
+from whence.cli.tables import cleaning_as_json, rows_as_json, show_cleaning, show_plan, show_result, show_way
 from whence.cli.tune import tune_command
 from whence.cli.validate import validate_command
 from whence.errors import OptionError, RunDirectoryError
@@ -97,6 +98,9 @@ def plan(
     cost = forecast(
         gnh, made, queries=queries, examples=examples, baseline=options.baseline, solver=choice.best
     )
+    recipe = inputs.training is not None
+    way = way_for(gnh, queries, options, recipe=recipe)
+    prices = count_prices(gnh, queries, options, recipe=recipe)
     sweep = None
     if damping_sweep:
         sweep = sweep_dampings(gnh, made, cost, queries=queries, refine=refine, options=options)
@@ -108,6 +112,7 @@ def plan(
                 "spectrum": as_json(measured),
                 "plan": as_json(made),
                 "choice": {"solver": choice.best.solver, "words": choice.words(), **as_json(choice)},
+                "way": {**as_json(way), **as_json(prices)},
                 "queries": queries,
                 "examples": examples,
                 **dataclasses.asdict(cost),
@@ -116,6 +121,8 @@ def plan(
         )
         return
     show_plan(made, choice, cost, queries, examples, sweep)
+    pace = measured.seconds_per_term
+    show_way(way, prices, None if pace is None else pace * gnh.num_terms)
     if figure is not None:
         tell(f"\nfigure: {figure}")
 

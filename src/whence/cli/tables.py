@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whence.attribution import Attribution, Row
+from whence.attribution.budget import Prices, Way
 from whence.attribution.cost import Forecast
 from whence.attribution.page import accuracy_words
 from whence.attribution.sweep import DampingForecast
@@ -50,6 +51,23 @@ def show_plan(
     tell(f"disk           {format_bytes(cost.disk_bytes)} in the run directory")
     if sweep is not None:
         tell(f"\nother dampings:\n{sweep}\n\n{sweep.words()}")
+
+
+def show_way(way: Way, prices: Prices, pass_seconds: float | None) -> None:
+    """What each way takes for the queries asked, all of it together, and which of them it will be."""
+    rows = {
+        "the quick answer, by EK-FAC": prices.quick,
+        "an iteration more": prices.iteration,
+        "an exact solve": prices.exact,
+        "what attribute will do": prices.of(way),
+    }
+    tell("\nall together:")
+    for name, price in rows.items():
+        passes = price / prices.product
+        time = "" if pass_seconds is None else f", about {format_duration(passes * pass_seconds)}"
+        tell(f"  {name:<28} {passes:8.3g} products with one vector{time}")
+    if way.factored:
+        tell(f"so the quick answer comes first. {way.words}".rstrip())
 
 
 def show_result(result: Attribution, k: int) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from whence.model.gauss_newton import GaussNewton
 from whence.tasks import Batch
@@ -98,28 +98,41 @@ class Work:
 
 def count_work(gnh: GaussNewton, pilot: Batch | None = None) -> Work:
     """Count one forward pass over the pilot; by default, over the two longest examples of the operator's data."""
-    network, launches = gnh.network, _Launches()
+    network, counter = gnh.network, _Counter()
     pilot = gnh.terms.fetch(gnh.terms.longest(2)) if pilot is None else pilot
-    with torch.no_grad(), FlopCounterMode(display=False) as counter, launches:
+    with torch.no_grad(), counter:
         network.outputs(pilot)
     return Work(
-        flops=counter.get_total_flops() / pilot.size,
-        launches=launches.count,
+        flops=counter.flops / pilot.size,
+        launches=counter.launches,
         parameters=sum(p.numel() for p in network.parameters.values()),
         batch=gnh.micro_batch,
         device=network.device.type,
     )
 
 
-class _Launches(TorchDispatchMode):
-    """Counts operations that compute something; views are free."""
+class _Counter(TorchDispatchMode):
+    """Counts operations that compute something, for views are free, and their flops by torch's own formulas."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+        self.launches, self.flops = 0, 0.0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for two seconds, only to leave it out
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
+        if func is not torch.ops.prim.device.default and func._overloadpacket not in flop_registry:
+            with self:  # such as an attention that is made of others
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
+        self.launches += not func.is_view
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result

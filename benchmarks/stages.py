@@ -1,0 +1,179 @@
+"""What each stage costs, how far it is from the exact scores, and what retraining says of it.
+
+    python -m benchmarks.stages [NAME …]      measures what is missing, then shows the tables
+
+For every work: the quick answer, what `attribute` does by default, an accuracy of 0.99 and a certified one, in seconds
+of one core and in passes (a gradient over all of the training data, timed beside them), with the LDS.
+And of the quick answer and the default, whether what they say of themselves is true: the stated correlation with the
+exact damped scores, and how many of these lie within the 90% intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from statistics import median
+from time import process_time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.damping import SEED, score
+from benchmarks.timing import RESULTS, environment, report
+from benchmarks.truth import truth
+from benchmarks.works import WORKS, Work, work
+from whence import ConjugateGradient, Damped, GaussNewton, LanguageModeling, Options, attribute
+from whence.attribution import Attribution
+from whence.attribution.damping import metric_of
+from whence.scoring import Scorer
+from whence.validation import Outcomes
+
+DIRECTORY = RESULTS / "stages"
+WAYS: dict[str, dict[str, Any]] = {
+    "quick": {"accuracy": "quick"},
+    "default": {},
+    "0.99": {"accuracy": 0.99},
+    "certified": {"accuracy": "certified"},
+}
+#: Where the exact scores, and what is proven, take hours: these ways are left out, and few queries solved exactly.
+DEAR = {"llama": ("certified",), "gpt2": ("certified", "0.99"), "cifar10-cnn": ("certified", "0.99")}
+FEW = {"llama": 4, "gpt2": 4}
+#: The scores' error at which a solve counts as exact.
+EXACT = 0.03
+
+
+def measure(of: Work) -> dict[str, Any]:
+    """All ways of one work, one after the other, each beside a pass."""
+    train, asked = of.train_set(), of.asked()
+    model = of.fit(range(len(train)), SEED).model
+    whole = truth(of)
+    outcomes = Outcomes(whole.losses[:, :, : len(asked)], whole.subsets, whole.seeds)
+    found: dict[str, Any] = {"name": of.name, "about": of.about, "queries": len(asked), "ways": {}}
+    attribute(model, train[:64], asked[:1], task=of.task)  # what a first call costs is another question
+    exact: dict[float, Tensor] = {}
+    for name, options in WAYS.items():
+        if name in DEAR.get(of.name, ()):
+            continue
+        before, begun = seconds_of_pass(model, of, train), process_time()
+        result = attribute(model, train, asked, task=of.task, baseline=False, **options)
+        seconds = process_time() - begun
+        each = median([before, seconds_of_pass(model, of, train)])
+        row = {
+            "cpu_seconds": seconds,
+            "passes": seconds / each,
+            "pass_seconds": each,
+            "solver": result.solve.solver,
+            "products": result.solve.num_products,
+            "damping": result.solve.plan.damping,
+            **score(result.scores, outcomes),
+        }
+        if name in ("quick", "default"):
+            few = FEW.get(of.name, len(asked))
+            damping = result.solve.plan.damping
+            if damping not in exact:
+                exact[damping] = exact_scores(model, of, train, asked[:few], damping)
+            row |= judge(result, exact[damping])
+        found["ways"][name] = row
+        print(f"{of.name}, {name}: {row}", flush=True)
+    return found
+
+
+def seconds_of_pass(model: torch.nn.Module, of: Work, train: list[Any]) -> float:
+    """A gradient over all of the training data; the median of three where it is short."""
+    gnh = GaussNewton(model, of.task, train)
+    times = []
+    for _ in range(1 if isinstance(of.task, LanguageModeling) else 5):
+        begun = process_time()
+        gnh.training_gradient(torch.arange(len(train)))
+        times.append(process_time() - begun)
+    return median(times)
+
+
+def exact_scores(
+    model: torch.nn.Module, of: Work, train: list[Any], asked: list[Any], damping: float
+) -> Tensor:
+    """Scores by a solve to an error of 3%, in the metric that `attribute` takes."""
+    gnh = GaussNewton(model, of.task, train)
+    gnh = gnh.in_metric(metric_of(gnh, None, Options()))
+    solver = ConjugateGradient(score_error=EXACT, verify=False, max_iterations=60)
+    solution = solver.solve(Damped(gnh, damping), gnh.gradients(asked), generator=torch.Generator())
+    return Scorer(gnh, solution.value).score(torch.arange(len(train)))
+
+
+def judge(result: Attribution, exact: Tensor) -> dict[str, Any]:
+    """What a result says of itself, beside the truth."""
+    scores = result.scores[: len(exact)]
+    low, high = (end[: len(exact)] for end in result.interval(0.9))
+    inside = ((exact >= low) & (exact <= high)).double()
+    largest = scores.abs().topk(min(20, scores.shape[1]), dim=1).indices
+    centred = [side - side.mean(1, keepdim=True) for side in (scores, exact)]
+    product = (centred[0] * centred[1]).sum(1)
+    correlations = product / (centred[0].norm(dim=1) * centred[1].norm(dim=1))
+    assert result.accuracy is not None
+    return {
+        "correlation": float(correlations.mean()),
+        "stated": list(result.accuracy),
+        "covered": float(inside.mean()),
+        "covered_largest": float(inside.gather(1, largest).mean()),
+        "size": float((scores * exact).sum() / exact.square().sum()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stages", description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(WORKS)}; all by default")
+    parser.add_argument("--show", action="store_true", help="what is there, measuring nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    for name in [] if options.show else options.names or WORKS:
+        path = DIRECTORY / f"{name}.json"
+        if not path.exists():
+            found = {"environment": environment(), **measure(work(name))}
+            path.write_text(json.dumps(found, indent=1) + "\n")
+    show([json.loads(p.read_text()) for name in WORKS if (p := DIRECTORY / f"{name}.json").exists()])
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The two tables."""
+    report(
+        "LDS, seconds of one core, and passes over the training data",
+        ("", "queries", *WAYS),
+        [
+            (
+                row["name"],
+                str(row["queries"]),
+                *(
+                    f"{way['lds']:.3f}, {way['cpu_seconds']:.2g} s, {way['passes']:.2g} ({way['solver']})"
+                    if (way := row["ways"].get(name))
+                    else "–"
+                    for name in WAYS
+                ),
+            )
+            for row in rows
+        ],
+    )
+    for name in ("quick", "default"):
+        told = [(row["name"], row["ways"][name]) for row in rows]
+        report(
+            f"{name}: what is said, and what is so",
+            ("", "correlation", "said (90%)", "within 90%", "of the 20 largest", "size"),
+            [
+                (
+                    of,
+                    f"{way['correlation']:.3f}",
+                    "{:.3f} ({:.3f} to {:.3f})".format(*way["stated"]),
+                    f"{way['covered']:.3f}",
+                    f"{way['covered_largest']:.3f}",
+                    f"{way['size']:.2f}",
+                )
+                for of, way in told
+            ],
+        )
+        true = sum(way["stated"][1] <= way["correlation"] <= way["stated"][2] for _, way in told)
+        print(f"{name}: the interval of the correlation holds on {true} of {len(told)} works")
+
+
+if __name__ == "__main__":
+    main()
