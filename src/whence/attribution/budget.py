@@ -9,7 +9,8 @@ over one example, c what starting one costs for each example, q queries and K(q)
 **The rule.** The exact solve, where it costs no more than the budget. Else the quick answer, by EK-FAC; and from it on
 by conjugate gradients with EK-FAC as preconditioner, as many iterations as the rest of the budget pays, if these are
 two or more. The budget is 2.5 times the quick answer's cost, and half a minute's work where that is more; with an
-accuracy that is named there is none. A budget of time counts 30 Gflop for a second.
+accuracy that is named there is none. A budget of time counts 30 Gflop for a second. Over more than 2¹⁸ terms, an
+accuracy that is named is left to `whence.solvers.auto`: LiSSA's cost does not depend on their number.
 
 Measured by ``python -m benchmarks.stages``: on small works the exact solve is worth its price, on language models the
 quick answer agrees with retraining as well.
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 from whence.attribution.job import Job
 from whence.model.gauss_newton import GaussNewton
+from whence.model.second_moment import BATCH, BATCHES
 from whence.options import Budget, Options
 from whence.runs import Run
 from whence.scoring.cost import count_work
@@ -31,6 +33,8 @@ __all__ = ["Prices", "Way", "choose_way", "count_prices", "way_for"]
 
 #: The budget by default, in quick answers; and at least so many flops' worth.
 MULTIPLE, HALF_A_MINUTE = 2.5, 1e12
+#: Terms that EK-FAC is made from, at most; and from how many on stochastic steps may be the cheapest.
+FACTOR_TERMS, MANY = 2**17, 2**18
 #: Flops that one core does in a second, where no product was timed.
 _PER_SECOND = 3e10
 #: Products of the spectrum, and of a solve on halves of the data, for how many columns.
@@ -94,12 +98,12 @@ def count_prices(gnh: GaussNewton, queries: int, options: Options, *, recipe: bo
         return (1 + 4 * columns) * F + (5 if gnh.product == "exact" else 1 + 4 * columns) * c
 
     score = min(work.layers(queries, norms=False), work.gradients(queries))
-    shared = 3 * (F + c) + score + 3 * queries * (F + work.launching) / n
+    shared = 3 * min(1.0, BATCH * BATCHES / n) * (F + c) + score + 3 * queries * (F + work.launching) / n
     iteration = (1 + 4 * queries) * F + started * c
     part = min(1.0, options.spectrum_terms / gnh.num_terms)
     exact = shared + part * _SPECTRUM * product(1) + expected_iterations(queries) * iteration
     exact += _HALVES * product(_HALVES_COLUMNS) if halves else 0.0
-    quick = shared + _FACTORS * (F + c) + product(1)
+    quick = shared + _FACTORS * min(1.0, FACTOR_TERMS / gnh.num_terms) * (F + c) + product(1)
     return Prices(n * quick, n * exact, n * iteration, n * product(1))
 
 
@@ -133,7 +137,8 @@ def way_for(gnh: GaussNewton, queries: int, options: Options, *, recipe: bool) -
         limit = budget.seconds * _PER_SECOND
     elif options.accuracy == "auto":
         limit = max(MULTIPLE * prices.quick, HALF_A_MINUTE)
-    if prices.exact <= (limit if math.isfinite(limit) else HALF_A_MINUTE) or options.until is not None:
+    exact = prices.exact <= (limit if math.isfinite(limit) else HALF_A_MINUTE)
+    if exact or options.until is not None or (math.isinf(limit) and gnh.num_terms > MANY):
         return Way(False, True, None, "")
     if math.isinf(limit):
         return Way(True, True, None, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from whence.attribution.budget import Way
+from whence.attribution.budget import FACTOR_TERMS, Way
 from whence.attribution.cost import count_passes
 from whence.attribution.job import Job
 from whence.model.gauss_newton import GaussNewton
@@ -31,8 +31,6 @@ _NOISY = 6.0
 _SPECTRUM_PRODUCTS = 24
 #: EK-FAC's s where it stands in for H + λ, as ``python -m benchmarks.stages`` finds it; as a preconditioner it is 1.
 SCALE = 10.0
-#: Terms that EK-FAC is made from, at most.
-_FACTOR_TERMS = 2**17
 #: Terms that λmax is measured on where nothing else of the spectrum is.
 _TOP_TERMS = 1024
 #: Iterations of conjugate gradients with EK-FAC, at most, and those whose basis must fit into memory.
@@ -74,7 +72,7 @@ def make_factors(run: Run, job: Job, way: Way) -> Ekfac | None:
     if not way.factored:
         return None
     gnh = job.gnh
-    enough = max(1, int(_FACTOR_TERMS / gnh.terms.terms_per_example))
+    enough = max(1, int(FACTOR_TERMS / gnh.terms.terms_per_example))
 
     def compute() -> Ekfac:
         some = enough if enough < len(gnh.terms) else None

@@ -10,10 +10,10 @@ from whence.model.layers import matrices
 from whence.model.network import Network
 from whence.vectors import ParamVector
 
-__all__ = ["BATCH", "factored", "root_second_moment"]
+__all__ = ["BATCH", "BATCHES", "factored", "root_second_moment"]
 
 #: Examples of a batch, and batches at most.
-BATCH, _BATCHES = 32, 64
+BATCH, BATCHES = 32, 64
 #: Entries are at least this part of their root mean square: a parameter that no training example moves has no scale.
 _FLOOR = 1e-3
 
@@ -30,7 +30,7 @@ def root_second_moment(gnh: GaussNewton, *, generator: torch.Generator) -> Param
     """
     total, count = gnh.zeros(), 0
     order = torch.randperm(len(gnh.terms), generator=generator, device=generator.device).cpu()
-    for positions in order.split(BATCH)[:_BATCHES]:
+    for positions in order.split(BATCH)[:BATCHES]:
         gradient = gnh.training_gradient(positions)
         total.axpy_(1.0, gradient.mul_(gradient))
         count += 1
