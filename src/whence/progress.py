@@ -1,4 +1,4 @@
-"""Progress bars for long loops, shown on a terminal and silent everywhere else; and the time that phases take."""
+"""Progress of long loops: a bar on a terminal, elsewhere a line now and then; and the time that phases take."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from whence.units import format_duration
+
 __all__ = ["Stopwatch", "ticker", "track"]
+
+#: Seconds between two lines where there is no terminal; what takes less says nothing.
+_EVERY = 30.0
 
 T = TypeVar("T")
 
 
 @contextmanager
 def ticker(description: str, total: int, *, done: int = 0) -> Iterator[Callable[[], None]]:
-    """A function to call after every step; the bar shows steps done and the time left.
+    """A function to call after every step, which shows the steps done and the time left, on standard error.
 
     Args:
         description: what the steps are.
@@ -31,12 +36,36 @@ def ticker(description: str, total: int, *, done: int = 0) -> Iterator[Callable[
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda: None
+        yield _Lines(console, description, total, done)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(description, total=total, completed=done)
         yield lambda: bar.advance(task)
+
+
+class _Lines:
+    """A line every half minute: for logs, and for whoever waits for a job without a terminal."""
+
+    def __init__(self, console: Console, description: str, total: int, done: int) -> None:
+        self._console, self._description, self._total = console, description, total
+        self._first = self._done = done
+        self._begun = self._said = time.monotonic()
+
+    def __call__(self) -> None:
+        self._done += 1
+        now = time.monotonic()
+        if now - self._said < _EVERY:
+            return
+        self._said, spent = now, now - self._begun
+        left = spent * max(0, self._total - self._done) / (self._done - self._first)
+        self._console.print(
+            f"{self._description}: {self._done:,} of {self._total:,} after {format_duration(spent)}, at most about "
+            f"{format_duration(left)} left",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def track(items: Sequence[T], description: str) -> Iterator[T]:
