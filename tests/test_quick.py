@@ -26,7 +26,7 @@ from whence.preconditioners import Preconditioner
 from whence.runs import holds
 from whence.solvers import ConjugateGradient
 from whence.solvers.factored import Factored
-from zoo import CASES
+from zoo import CASES, Case, vectors
 
 
 class Diagonal(Preconditioner):
@@ -314,3 +314,53 @@ def test_large_scores_have_large_errors_and_small_ones_those_of_the_mean() -> No
     spread = Scored.of(chains, solve, None, solve.plan.spectrum).stderr
     expected = 1.35 * 0.3 * torch.tensor([2.0, math.hypot(2, 3), math.hypot(2, 3)], dtype=DOUBLE)
     torch.testing.assert_close(spread[0], expected, rtol=1e-6, atol=0)
+
+
+# --- any model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("product", ["exact", "finite-difference"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_kind_of_model_has_a_quick_answer(case: Case, product: str) -> None:
+    data = case.data(torch.float32)
+    found = attribute(
+        case.model(torch.float32), data, data[:2], task=case.task, accuracy="quick", product=product
+    )
+    assert found.solve.solver == "ekfac"
+    assert bool(found.scores.isfinite().all())
+    assert bool((found.stderr > 0).all())
+    own = found.scores[torch.arange(2), torch.arange(2)]
+    assert bool((own > 0).all())  # P is positive definite: a query helps itself
+
+
+class Recurrent(nn.Module):
+    """No layer of which examples' gradients can be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(1, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x.unsqueeze(-1))[0][:, -1]
+
+
+def test_a_model_without_readable_layers_has_one_too() -> None:
+    torch.manual_seed(0)
+    data = vectors(torch.float32)
+    found = attribute(Recurrent().eval(), data, data[:2], task=Classification(), accuracy="quick")
+    assert bool(found.scores.isfinite().all())
+    assert float(found.scores[0, 0]) > 0
+
+
+def test_a_low_precision_has_one_too() -> None:
+    case = next(case for case in CASES if case.name == "mlp")
+    data = case.data(torch.bfloat16)
+    found = attribute(case.model(torch.bfloat16), data, data[:2], task=case.task, accuracy="quick")
+    same = attribute(
+        case.model(torch.float32),
+        case.data(torch.float32),
+        case.data(torch.float32)[:2],
+        task=case.task,
+        accuracy="quick",
+    )
+    assert correlation(found.scores, same.scores) > 0.9

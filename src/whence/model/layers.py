@@ -118,13 +118,16 @@ class Call:
     @property
     def outputs_by_position(self) -> Tensor:
         """g, ``[n, positions, outputs]``, of a linear layer, a convolution or an embedding."""
-        if isinstance(self.module, nn.Conv2d):
-            return self.gradient.flatten(2).transpose(1, 2)
-        return self.gradient.reshape(len(self.gradient), -1, self.gradient.shape[-1])
+        g = _wide(self.gradient)
+        return (
+            g.flatten(2).transpose(1, 2)
+            if isinstance(self.module, nn.Conv2d)
+            else g.reshape(len(g), -1, g.shape[-1])
+        )
 
     def inputs_by_position(self, *, bias: bool) -> Tensor:
         """a, ``[n, positions, inputs]``, of a linear layer or a convolution; with a last input of 1 for the bias."""
-        module, given = self.module, self.inputs
+        module, given = self.module, _wide(self.inputs)
         if isinstance(module, nn.Conv2d):
             patches = F.unfold(given, module.kernel_size, module.dilation, module.padding, module.stride)  # type: ignore[arg-type]
             found = patches.transpose(1, 2)
@@ -207,7 +210,7 @@ class Call:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             result: Tensor = vmap(of_one)(self.inputs, self.gradient)
-        return result
+        return _wide(result)
 
 
 @dataclass(frozen=True)
@@ -391,7 +394,7 @@ class ExampleGradients:
                     if name not in self.missing:
                         calls.setdefault(name, []).append((call, kind))
             last = dict(zip(rest, found[len(seen.calls) :], strict=True))
-            yield Passed(calls, {name: g for name, g in last.items() if g is not None})
+            yield Passed(calls, {name: _wide(g) for name, g in last.items() if g is not None})
 
 
 class _Seen:
@@ -503,6 +506,11 @@ def _is_linear(module: nn.Module) -> bool:
 def _transposed(module: nn.Module) -> bool:
     """Whether it is the linear layer of GPT-2, which keeps its weight as inputs by outputs."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float32 at least: sums of products in fewer bits lose what they are about."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _parameter(module: nn.Module, kind: str) -> Tensor:

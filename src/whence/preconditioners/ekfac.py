@@ -373,7 +373,7 @@ class _Measured:
         *,
         looked_up: bool,
     ) -> None:
-        g = _wide(call.outputs_by_position)
+        g = call.outputs_by_position
         rows, columns = self.scales[matrix]
         if call.is_embedding:
             add(matrix, 1, _side(g, columns, None))
@@ -447,7 +447,7 @@ class _Measured:
         some = next(iter(tensors.values()))
         for name in matrix.names:  # a weight without its bias, or the other way round, does for zeros
             tensors.setdefault(name, some.new_zeros(len(some), *self.gnh.network.parameters[name].shape))
-        packed = _wide(matrix.pack(tensors, (len(some),)))
+        packed = matrix.pack(tensors, (len(some),))
         rows, columns = self.scales[matrix]
         packed = packed if rows is None else packed * rows.unsqueeze(1).to(packed)
         return packed if columns is None else packed * columns.to(packed)
@@ -463,13 +463,8 @@ def _by_position(matrix: Matrix, passed: Passed) -> Sequence[tuple[Call, str]]:
     return calls if fits else ()
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 def _side(vectors: Tensor, scale: Tensor | None, basis: Tensor | None) -> Tensor:
     """One side of a gradient, in the metric's coordinates and turned into its basis."""
-    vectors = _wide(vectors)
     vectors = vectors if scale is None else vectors * scale.to(vectors)
     return vectors if basis is None else vectors @ basis.to(vectors)
 
