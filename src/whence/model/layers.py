@@ -44,12 +44,14 @@ class Matrix:
         bias: that of the bias beside it; None where there is none, or where it stands alone.
         transposed: whether the weight is kept as inputs by outputs.
         shape: rows and columns.
+        looked_up: whether its rows are those of an embedding, here or in one that it is tied to.
     """
 
     weight: str
     bias: str | None
     transposed: bool
     shape: tuple[int, int]
+    looked_up: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +97,8 @@ def matrices(network: Network) -> tuple[Matrix, ...]:
             bias = next((n for n, own in owners.items() if own == [(module, "bias")]), None)
             joined |= set() if bias is None else {bias}
         columns = parameter.numel() // max(rows, 1) + (bias is not None)
-        found[name] = Matrix(name, bias, transposed, (rows, columns))
+        looked_up = any(isinstance(owner, nn.Embedding) for owner, _ in owners.get(name, ()))
+        found[name] = Matrix(name, bias, transposed, (rows, columns), looked_up)
     return tuple(matrix for name, matrix in found.items() if name not in joined)
 
 

@@ -320,8 +320,9 @@ class _Measured:
             return self._eigenvalues(blocks, positions, tick)
 
     def _enough_for_bases(self, positions: Tensor, generator: torch.Generator) -> Tensor:
-        sides = [side for matrix in self.matrices for side in matrix.shape if side <= self.widest]
-        wanted = _TERMS_PER_COLUMN * max(sides, default=1) / self.gnh.terms.terms_per_example
+        sides = [side for matrix in self.matrices for side in matrix.shape[matrix.looked_up :]]
+        widest = max((side for side in sides if side <= self.widest), default=1)
+        wanted = _TERMS_PER_COLUMN * widest / self.gnh.terms.terms_per_example
         many = max(int(wanted), len(positions) // 16)
         if self.draws.exact or many >= len(positions):
             return positions
@@ -349,9 +350,7 @@ class _Measured:
                 calls = _by_position(matrix, passed)
                 if calls:
                     for call, kind in calls:
-                        self._add_sides(
-                            matrix, call, kind, add, looked_up=any(c.is_embedding for c, _ in calls)
-                        )
+                        self._add_sides(matrix, call, kind, add)
                     continue
                 packed = self._packed(matrix, passed)
                 if packed is not None:
@@ -370,8 +369,6 @@ class _Measured:
         call: Call,
         kind: str,
         add: Callable[[Matrix, int, Tensor], None],
-        *,
-        looked_up: bool,
     ) -> None:
         g = call.outputs_by_position
         rows, columns = self.scales[matrix]
@@ -384,7 +381,7 @@ class _Measured:
             sizes = g.abs().amax(-1, keepdim=True)
             met = sizes > math.sqrt(torch.finfo(g.dtype).eps) * sizes.amax(1, keepdim=True)
             add(matrix, 1, _side(call.inputs_by_position(bias=matrix.bias is not None) * met, columns, None))
-            if not looked_up:  # an embedding's inputs are one-hot, and their moment diagonal
+            if not matrix.looked_up:  # an embedding's inputs are one-hot, and their moment diagonal
                 add(matrix, 0, _side(g, rows, None))
 
     # --- E -----------------------------------------------------------------------------------------------
