@@ -1,6 +1,6 @@
 """What each stage costs, how far it is from the exact scores, and what retraining says of it.
 
-    python -m benchmarks.stages [NAME …]      measures what is missing, then shows the tables
+    python -m benchmarks.stages [NAME …]      measures what is missing, then shows the tables and draws the figure
 
 For every work: the quick answer, what `attribute` does by default, an accuracy of 0.99 and a certified one, in seconds
 of one core and in passes (a gradient over all of the training data, timed beside them), with the LDS.
@@ -160,7 +160,9 @@ def main() -> None:
         if not path.exists():
             found = {"environment": environment(), **measure(work(name))}
             path.write_text(json.dumps(found, indent=1) + "\n")
-    show([json.loads(p.read_text()) for name in WORKS if (p := DIRECTORY / f"{name}.json").exists()])
+    rows = [json.loads(p.read_text()) for name in WORKS if (p := DIRECTORY / f"{name}.json").exists()]
+    show(rows)
+    draw(rows)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -201,6 +203,63 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
         true = sum(way["stated"][1] <= way["correlation"] <= way["stated"][2] for _, way in told)
         print(f"{name}: the interval of the correlation holds on {true} of {len(told)} works")
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    """LDS against seconds, a panel for each work, beside Kronfluence."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    peers = json.loads((RESULTS / "peers_damping.json").read_text())["results"]["kronfluence"]
+    columns = 5
+    lines = -(-len(rows) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(15, 2.9 * lines), squeeze=False)
+    for axis in axes.flat[len(rows) :]:
+        axis.set_axis_off()
+    for axis, row in zip(axes.flat, rows, strict=False):
+        ways = row["ways"].items()
+        for k, (name, way) in enumerate(ways):
+            spread = [[way["lds"] - way["low"]], [way["high"] - way["lds"]]]
+            axis.errorbar(
+                way["cpu_seconds"],
+                way["lds"],
+                yerr=spread,
+                fmt="o",
+                ms=5,
+                color=f"C{k}",
+                label=f"whence, {name}",
+            )
+        known = peers.get(row["name"])
+        if known is not None:
+            for marker, setting in (("s", "default"), ("D", "heuristic")):
+                found = known["settings"][setting]
+                seconds = known["seconds_shared"] + found["seconds"]
+                spread = [[found["lds"] - found["low"]], [found["high"] - found["lds"]]]
+                axis.errorbar(
+                    seconds,
+                    found["lds"],
+                    yerr=spread,
+                    fmt=marker,
+                    ms=5,
+                    color="0.45",
+                    label=f"Kronfluence, {setting}",
+                )
+        axis.set_xscale("log")
+        low, high = axis.get_xlim()
+        ticks = [tick for tick in (0.1, 0.3, 1, 3, 10, 30, 100) if low <= tick <= high]
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+        axis.set_title(row["about"], fontsize=8)
+        axis.tick_params(labelsize=7)
+    axes[0, 0].legend(fontsize=6)
+    figure.supxlabel("seconds of one core, from the model to the scores", fontsize=9)
+    figure.supylabel("LDS", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "stages.png", dpi=110)
+    figure.savefig(RESULTS / "stages.svg")
+    plt.close(figure)
 
 
 if __name__ == "__main__":
