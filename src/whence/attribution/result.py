@@ -189,10 +189,9 @@ class Attribution:
         if expected is None:
             return None
         error = float(expected.double().square().mean().sqrt())
-        high = (
-            0.75 if self.solve.certificate is None else 0.0
-        )  # the steps of a solve may have done better than seen
-        value, bottom, top = (math.sqrt(max(0.0, 1 - (times * error) ** 2)) for times in (1.15, 1.5, high))
+        # what errors were, in units of those expected; the steps of a solve may have done better than was seen
+        high = 0.6 if self.solve.certificate is None else 0.0
+        value, bottom, top = (math.sqrt(max(0.0, 1 - (times * error) ** 2)) for times in (1.1, 1.5, high))
         return value, bottom, top
 
     @property
