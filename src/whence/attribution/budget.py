@@ -108,7 +108,7 @@ def count_prices(gnh: GaussNewton, queries: int, options: Options, *, recipe: bo
 
 
 def expected_iterations(queries: int) -> int:
-    """K(q): what block conjugate gradients took on the works of the benchmarks, 12 for one query, 4 for fifty."""
+    """K(q): a rough guess of what block conjugate gradients take, 12 for one query and 4 for fifty."""
     return max(3, round(12 * math.pow(queries, -0.3)))
 
 

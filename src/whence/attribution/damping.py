@@ -10,7 +10,7 @@ of the data H is measured on: λ is raised until the scores by two halves agree 
 
 ``damping="auto/4"`` is a quarter of that λ, in the same metric: what `whence.tune` finds can be given so.
 
-The three numbers are from ``python -m benchmarks.damping``: twelve works, each left out in turn.
+The three numbers are from ``python -m benchmarks.damping``: ten works, each left out in turn.
 """
 
 from __future__ import annotations

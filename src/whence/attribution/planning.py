@@ -29,7 +29,7 @@ __all__ = ["Planned", "choice_for", "make_factors", "make_plan", "measure", "pla
 _NOISY = 6.0
 #: What measuring a spectrum costs, in products as large as Lanczos'.
 _SPECTRUM_PRODUCTS = 24
-#: EK-FAC's s where it stands in for H + λ, as ``python -m benchmarks.stages`` finds it; as a preconditioner it is 1.
+#: EK-FAC's s where it stands in for H + λ, chosen by eye on the works of the benchmarks; as a preconditioner it is 1.
 SCALE = 10.0
 #: Terms that λmax is measured on where nothing else of the spectrum is.
 _TOP_TERMS = 1024

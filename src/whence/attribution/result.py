@@ -182,8 +182,9 @@ class Attribution:
     def accuracy(self) -> tuple[float, float, float] | None:
         """The expected mean correlation of scores with the exact damped ones, with the ends of a 90% interval.
 
-        From the error that is expected of the solve; the interval is what such expectations were found to be off by
-        (``python -m benchmarks.stages``). None where none is known, as of LiSSA, whose chains show their `agreement`.
+        From the error that is expected of the solve; the interval is what such expectations were off by on the works
+        that it was made for (``python -m benchmarks.stages``), and is not proven on others. None where none is known,
+        as of LiSSA, whose chains show their `agreement`.
         """
         expected = self.solve.error_parts.expected
         if expected is None:

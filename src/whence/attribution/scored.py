@@ -9,7 +9,7 @@ gradients. (The bound that holds for each of them is `Attribution.bounds`.)
 
 *An expected error.* Of the quick answer, and of a solve that its budget ended, it is known what scores should be off by
 on average, ε. A single one is taken to have the spread ``1.35 ε √(a² + s²)``, with a the mean size of its query's
-scores: large scores are off in proportion to themselves. Shape and number are from ``python -m benchmarks.stages``.
+scores: large scores are off in proportion to themselves. ``python -m benchmarks.stages`` measures how often that holds.
 
 All bound the solver's error, the distance to the exact damped score; none knows of the distance from influence to
 retraining.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whence.attribution import Attribution
 from whence.attribution.over_damping import OverDamping
+from whence.attribution.page import accuracy_words
 from whence.attribution.scored import Scored
 from whence.report.checks import Check, Comparison, Verdict
 from whence.solvers.plan import Plan
@@ -89,7 +90,15 @@ def solver_check(result: Attribution) -> Check:
     }
     whose = "the question" if queries == 1 else f"all {queries} questions"
     verdict: Verdict
-    if converged < queries:
+    if solve.solver == "ekfac" or (solve.limited and converged < queries):
+        verdict = "cannot tell"
+        how = (
+            "EK-FAC answered, and nothing was solved"
+            if solve.solver == "ekfac"
+            else "The budget ended the solve"
+        )
+        text = f"{how}. {accuracy_words(result)} Ask for accuracy=0.99 to have more."
+    elif converged < queries:
         verdict = "doubt"
         text = (
             f"It did not, for {queries - converged} of {queries} questions: put back into their equation, solutions "
