@@ -146,7 +146,7 @@ def mlp(*widths: int, activation: type[nn.Module]) -> nn.Module:
 
 
 @cache
-def _digits() -> Data:
+def digits_data() -> Data:
     from whence.demo.digits import load_digits_with_flipped_labels
 
     digits = load_digits_with_flipped_labels()
@@ -162,7 +162,7 @@ def _clean_digits() -> Data:
 
 
 @cache
-def _table(name: str, train: int) -> Data:
+def table_data(name: str, train: int) -> Data:
     """One of scikit-learn's tables in random order, columns standardised by the training rows."""
     from sklearn import datasets
 
@@ -190,7 +190,7 @@ def _diamonds(train: int = 2000, test: int = 200) -> Data:
 
 
 @cache
-def _mnist(train: int, *, flat: bool) -> Data:
+def mnist_data(train: int, *, flat: bool) -> Data:
     from reproduction.assets import mnist
 
     parts = []
@@ -227,7 +227,7 @@ def _manual_windows() -> Tensor:
     return torch.tensor(ids[: rows * MANUAL_TOKENS]).reshape(rows, MANUAL_TOKENS)
 
 
-def _manual() -> Data:
+def manual_data() -> Data:
     """Of every four windows two to fine-tune on; one was for pretraining, one is for queries."""
     windows = _manual_windows()
     tuned = torch.cat([windows[0::4], windows[2::4]])
@@ -238,7 +238,7 @@ def _manual() -> Data:
 
 
 @cache
-def _speeches(rows: int = 600, tokens: int = 48) -> Data:
+def speeches_data(rows: int = 600, tokens: int = 48) -> Data:
     """Windows of State of the Union addresses, one from each of many places, in their own 1,000 tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -261,7 +261,7 @@ def _speeches(rows: int = 600, tokens: int = 48) -> Data:
 # --- models ------------------------------------------------------------------------------------------------------
 
 
-def _cnn(channels: int, size: int, widths: Sequence[int], classes: int = 10) -> nn.Module:
+def cnn(channels: int, size: int, widths: Sequence[int], classes: int = 10) -> nn.Module:
     """Convolutions that halve the picture, then a linear layer."""
     layers: list[nn.Module] = []
     for before, after in pairwise([channels, *widths]):
@@ -324,24 +324,25 @@ _adam, _adamw, _sgd = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 
 _LIST = [
     Work(
-        "digits", "digits, 5% flipped, tanh MLP, Adam", Classification(), _digits,
+        "digits", "digits, 5% flipped, tanh MLP, Adam", Classification(), digits_data,
         partial(mlp, 64, 48, 32, 10, activation=nn.Tanh),
         partial(_adam, lr=1e-3, weight_decay=1e-4), epochs=40, batch=64,
     ),
     Work(
-        "mnist", "MNIST, 5,000, ReLU MLP, Adam", Classification(), partial(_mnist, 5000, flat=True),
+        "mnist", "MNIST, 5,000, ReLU MLP, Adam", Classification(), partial(mnist_data, 5000, flat=True),
         partial(mlp, 784, 64, 32, 10, activation=nn.ReLU), partial(_adam, lr=1e-3), epochs=15, batch=64,
     ),
     Work(
-        "diabetes", "diabetes, regression, Adam", Regression(), partial(_table, "diabetes", 342),
+        "diabetes", "diabetes, regression, Adam", Regression(), partial(table_data, "diabetes", 342),
         partial(mlp, 10, 32, 16, 1, activation=nn.Tanh), partial(_adam, lr=1e-3), epochs=60,
     ),
     Work(
-        "cancer", "breast cancer, GELU MLP, certain, AdamW", Classification(), partial(_table, "breast_cancer", 420),
+        "cancer", "breast cancer, GELU MLP, certain, AdamW", Classification(),
+        partial(table_data, "breast_cancer", 420),
         partial(mlp, 30, 32, 16, 2, activation=nn.GELU), partial(_adamw, lr=2e-3), epochs=25,
     ),
     Work(
-        "wine", "wine, small, trained to the end, Adam", Classification(), partial(_table, "wine", 128),
+        "wine", "wine, small, trained to the end, Adam", Classification(), partial(table_data, "wine", 128),
         partial(mlp, 13, 32, 3, activation=nn.Tanh), partial(_adam, lr=5e-3), epochs=120, batch=16,
     ),
     Work(
@@ -355,25 +356,25 @@ _LIST = [
         partial(_sgd, lr=0.03, momentum=0.9, weight_decay=5e-4), epochs=30, batch=64,
     ),
     Work(
-        "digits-early", "digits, 5% flipped, wide MLP stopped early, SGD", Classification(), _digits,
+        "digits-early", "digits, 5% flipped, wide MLP stopped early, SGD", Classification(), digits_data,
         partial(mlp, 64, 256, 10, activation=nn.ReLU), partial(_sgd, lr=0.1), epochs=5, batch=32,
     ),
     Work(
         "mnist-cnn", "MNIST, 2,000, CNN, SGD Nesterov, cosine", Classification(),
-        partial(_mnist, 2000, flat=False), partial(_cnn, 1, 28, (8, 16)),
+        partial(mnist_data, 2000, flat=False), partial(cnn, 1, 28, (8, 16)),
         partial(_sgd, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3), epochs=15, batch=64, cosine=True,
     ),
     Work(
         "cifar10-cnn", "CIFAR-10, 3,072, CNN, AdamW 0.05", Classification(), _cifar10,
-        partial(_cnn, 3, 32, (16, 32, 32)), partial(_adamw, lr=1e-3, weight_decay=0.05), epochs=15, batch=64,
+        partial(cnn, 3, 32, (16, 32, 32)), partial(_adamw, lr=1e-3, weight_decay=0.05), epochs=15, batch=64,
         halves=60,
     ),
     Work(
-        "llama", "Llama fine-tuned on Python's manual, AdamW", LanguageModeling(), _manual, _llama,
+        "llama", "Llama fine-tuned on Python's manual, AdamW", LanguageModeling(), manual_data, _llama,
         partial(_adamw, lr=5e-4, weight_decay=0.01), epochs=4, batch=16, queries=20, halves=50, clip=1.0,
     ),
     Work(
-        "gpt2", "GPT-2 from scratch on speeches, AdamW 0.1, cosine", LanguageModeling(), _speeches, _gpt2,
+        "gpt2", "GPT-2 from scratch on speeches, AdamW 0.1, cosine", LanguageModeling(), speeches_data, _gpt2,
         partial(_adamw, lr=3e-3, weight_decay=0.1), epochs=8, batch=16, cosine=True, queries=20, halves=50,
         clip=1.0,
     ),

@@ -88,6 +88,9 @@ class DensePreconditioner(Preconditioner):
     def root_solve(self, vector: ParamVector) -> ParamVector:
         raise NotImplementedError
 
+    def with_damping(self, damping: float) -> Preconditioner:
+        raise NotImplementedError
+
     @property
     def smallest(self) -> float:
         return self._smallest

@@ -586,6 +586,9 @@ def test_other_preconditioners_are_measured_too() -> None:
             root = torch.tensor([10.1, 1.1, 0.2]).sqrt()
             return ParamVector({"x": vector["x"] / root}, columns=vector.columns)
 
+        def with_damping(self, damping: float) -> Preconditioner:
+            raise NotImplementedError
+
         @property
         def smallest(self) -> float:
             return 1 - 1e-6

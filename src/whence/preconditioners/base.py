@@ -36,6 +36,10 @@ class Preconditioner(ABC):
     def root_solve(self, vector: ParamVector) -> ParamVector:
         """``P^(-1/2)v`` with the symmetric root, a new vector; on a block, for each column."""
 
+    @abstractmethod
+    def with_damping(self, damping: float) -> Preconditioner:
+        """The same for another λ: ``P - λ`` stays."""
+
     @property
     @abstractmethod
     def smallest(self) -> float:

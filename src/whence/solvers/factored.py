@@ -1,10 +1,18 @@
 """`Factored`: solve with a preconditioner in place of ``H + λ``, and say how far that is from the solution.
 
-    u = a P⁻¹g,       a = Σ ⟨v, w⟩ / Σ ⟨w, Aw⟩,       w = P⁻¹v,   A = H + λ
+    u = a P⁻¹g,       P = K + λ,   A = H + λ
 
-for all right-hand sides together, with the scale a and the error from one product with a few random mixtures v of them.
-Over the spectrum of P⁻¹A as such a v sees it, ``m = 1/a`` is the mean and ``Σ ⟨Aw, P⁻¹Aw⟩ / Σ ⟨v, w⟩`` the mean square.
-With C the coefficient of variation, an eigenvalue that is spread as log-normal numbers are leaves
+for all right-hand sides together, with the size a and the error from one product with a few random mixtures v of them,
+``w = P⁻¹v``.
+
+*Size.* K has r times too little curvature along w, ``r = ⟨w, Hw⟩ / ⟨w, Kw⟩``; so rK stands in for H once more, and
+
+    a = ⟨w, rK u'⟩ / ⟨w, Hw⟩,       u' = (rK + λ)⁻¹v
+
+is what u must be multiplied by for scores of the right size.
+
+*Error.* Over the spectrum of P⁻¹A as v sees it, ``⟨w, Aw⟩ / ⟨v, w⟩`` is the mean and ``⟨Aw, P⁻¹Aw⟩ / ⟨v, w⟩`` the mean
+square. With C the coefficient of variation, eigenvalues that are spread as log-normal numbers are leave
 
     ‖u - u*‖²_A / ‖u*‖²_A = C² / (1 + C²).
 
@@ -101,12 +109,18 @@ class Factored(Solver[FactoredState]):
         product = finite(A.matvec(w))
         along = float(column_dots(v, w).sum())
         curved = float(column_dots(w, product).sum())
+        flat = A.damping * float(column_dots(w, w).sum())
         square = float(column_dots(product, P.solve(product)).sum())
         state.measured = True
         if not (along > 0 and curved > 0):  # right-hand sides that are zero
             state.scale, state.error, state.residual = 1.0, 0.0, 0.0
             return
         state.scale = along / curved
+        if curved > flat and along > flat:
+            r = (curved - flat) / (along - flat)
+            # (rK + λ)⁻¹ is (K + λ/r)⁻¹ / r
+            further = P.with_damping(A.damping / r).solve(v).scale_(1 / r)
+            state.scale = (along - A.damping * float(column_dots(w, further).sum())) / (curved - flat)
         state.error = math.sqrt(max(0.0, 1 - curved**2 / (along * max(square, 1e-300))))
         residual = product.scale_(-state.scale).axpy_(1.0, v)
         whole = float(column_dots(v, v).sum())
