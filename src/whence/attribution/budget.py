@@ -38,7 +38,7 @@ FACTOR_TERMS, MANY = 2**17, 2**18
 #: Flops that one core does in a second, where no product was timed.
 _PER_SECOND = 3e10
 #: Products of the spectrum, and of a solve on halves of the data, for how many columns.
-_SPECTRUM, _HALVES, _HALVES_COLUMNS = 24, 8, 4
+_SPECTRUM, HALVES, HALVES_COLUMNS = 24, 8, 4
 #: Forwards of EK-FAC's two passes, with all that is done between them.
 _FACTORS = 9
 
@@ -102,7 +102,7 @@ def count_prices(gnh: GaussNewton, queries: int, options: Options, *, recipe: bo
     iteration = (1 + 4 * queries) * F + started * c
     part = min(1.0, options.spectrum_terms / gnh.num_terms)
     exact = shared + part * _SPECTRUM * product(1) + expected_iterations(queries) * iteration
-    exact += _HALVES * product(_HALVES_COLUMNS) if halves else 0.0
+    exact += HALVES * product(HALVES_COLUMNS) if halves else 0.0
     quick = shared + _FACTORS * min(1.0, FACTOR_TERMS / gnh.num_terms) * (F + c) + product(1)
     return Prices(n * quick, n * exact, n * iteration, n * product(1))
 

@@ -1,71 +1,190 @@
-"""What an attribution will cost, told before anything long starts."""
+"""What an attribution will cost, told before anything long starts.
+
+Time is *timed*: every phase is run on a few examples and taken as many times as it will be. What is chosen never
+depends on it (`whence.attribution.budget` counts).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
+import torch
+from torch import Tensor
+
+from whence.attribution.budget import FACTOR_TERMS, HALVES, HALVES_COLUMNS, Way, expected_iterations
 from whence.model.gauss_newton import GaussNewton
+from whence.model.second_moment import BATCH, BATCHES
+from whence.options import Options
+from whence.preconditioners.ekfac import ekfac
+from whence.scoring import Scorer
 from whence.scoring.cost import count_work
-from whence.solvers.auto import Alternative, Passes
-from whence.solvers.plan import Plan
+from whence.solvers.auto import CG_COPIES, Alternative, Passes
+from whence.solvers.plan import Plan, part_of_auto
 
-__all__ = ["Forecast", "count_passes", "forecast"]
+__all__ = ["Forecast", "Paces", "count_passes", "forecast", "time_phases"]
+
+#: Products over the whole that the spectrum is worth, and those over a small part that λmax alone takes.
+_SPECTRUM, _TOP, _TOP_TERMS = 24, 12, 1024
+
+
+@dataclass(frozen=True)
+class Paces:
+    """Seconds of the phases of an attribution on this machine, as busy as it is now.
+
+    Attributes:
+        metric: the second moment of gradients.
+        asked: the queries' gradients.
+        factors: EK-FAC.
+        product: with one vector, over all of the data.
+        halves: two halves of the data, solved for a few mixtures.
+        iteration: a product with all queries.
+        spectrum: all that is measured of it; ``top``: λmax alone.
+        scores: of all examples to be scored.
+    """
+
+    metric: float
+    asked: float
+    factors: float
+    product: float
+    halves: float
+    iteration: float
+    spectrum: float
+    top: float
+    scores: float
+
+    @property
+    def quick(self) -> float:
+        """The quick answer, from the model to its scores."""
+        return self.metric + self.asked + self.factors + self.top + self.product + self.scores
+
+    def exact(self, iterations: float) -> float:
+        """An exact solve of so many iterations, with all that goes before and after it."""
+        known = self.metric + self.asked + self.spectrum + self.halves
+        return known + iterations * self.iteration + self.scores
+
+    def of(self, way: Way, iterations: float) -> float:
+        """What goes this way, with as many iterations as an exact solve should take."""
+        if not way.factored:
+            return self.exact(iterations)
+        more = iterations if way.iterations is None else way.iterations
+        return self.quick + (more * self.iteration + self.scores if way.solved else 0.0)
+
+
+def time_phases(
+    gnh: GaussNewton, queries: int, options: Options, *, recipe: bool, examples: int | None = None
+) -> Paces:
+    """Run every phase on as many examples as fit into one pass.
+
+    Args:
+        gnh: the operator, in the metric of its damping.
+        queries: right-hand sides.
+        options: of the attribution.
+        recipe: whether the training's recipe is known, so that halves of the data are not asked.
+        examples: to be scored; all by default.
+    """
+    n, generator = len(gnh.terms), torch.Generator().manual_seed(0)
+    some = torch.linspace(0, n - 1, min(n, gnh.micro_batch)).long().unique()
+    grown = n / len(some)
+    vector, block = gnh.zeros().randn_like(generator), gnh.zeros(queries).randn_like(generator)
+    few = gnh.zeros(HALVES_COLUMNS).randn_like(generator)
+    scorer = Scorer(gnh, block, method=options.method)  # type: ignore[arg-type]  # checked
+
+    def growing(work: Callable[[Tensor], object]) -> float:
+        """Over all of the data, from a part of it; what a first call costs is not counted."""
+        work(some[:2])
+        return grown * _seconds(lambda: work(some))
+
+    def factoring(count: int) -> float:
+        return _seconds(lambda: ekfac(gnh, 1.0, generator=generator, examples=count))
+
+    fewer = max(1, len(some) // 4)
+    factoring(1)
+    less, factored = factoring(fewer), factoring(len(some))
+    each = (factored - less) / max(1, len(some) - fewer)  # the rest is for the bases, whatever the data
+    part = min(1.0, FACTOR_TERMS / gnh.num_terms)
+    product = growing(lambda where: gnh.over(where).matvec(vector))
+    halves = part_of_auto(options.damping) is not None and not recipe and n > HALVES_COLUMNS
+    return Paces(
+        metric=growing(gnh.training_gradient) * min(1.0, BATCH * BATCHES / n),
+        asked=queries * _seconds(lambda: gnh.gradients([gnh.terms.data[int(gnh.terms.indices[0])]])),
+        factors=factored + max(0.0, each) * max(0.0, part * n - len(some)),
+        product=product,
+        halves=HALVES * growing(lambda where: gnh.over(where).matvec(few)) if halves else 0.0,
+        iteration=growing(lambda where: gnh.over(where).matvec(block)),
+        spectrum=_SPECTRUM * min(1.0, options.spectrum_terms / gnh.num_terms) * product,
+        top=_TOP * min(1.0, _TOP_TERMS / gnh.num_terms) * product,
+        scores=growing(scorer.score) * (n if examples is None else examples) / n,
+    )
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begun = perf_counter()
+    work()
+    return perf_counter() - begun
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicted cost of solving and scoring.
+    """Predicted cost of an attribution.
 
     Attributes:
-        solve_seconds, score_seconds: None where the spectrum measured no time.
+        seconds: of what `whence.attribute` will do, from the model to the scores.
+        quick_seconds, iteration_seconds, exact_seconds: of the quick answer, of an iteration more for all queries, and
+            of an exact solve.
         memory_bytes: of vectors, beside the model and one batch's activations.
         disk_bytes: of a run directory at its largest.
     """
 
-    solve_seconds: float | None
-    score_seconds: float | None
+    seconds: float
+    quick_seconds: float
+    iteration_seconds: float
+    exact_seconds: float
     memory_bytes: int
     disk_bytes: int
 
 
 def forecast(
     gnh: GaussNewton,
-    plan: Plan,
+    way: Way,
+    options: Options,
     *,
     queries: int,
+    recipe: bool,
     examples: int | None = None,
-    baseline: bool = True,
+    plan: Plan | None = None,
     solver: Alternative | None = None,
 ) -> Forecast:
-    """Predict the cost of an attribution from its plan and the counted work of a forward pass.
+    """Predict the cost of an attribution.
 
     Args:
-        gnh: the operator.
-        plan: of the solve.
+        gnh: the operator, in the metric of its damping.
+        way: that it will go.
+        options: of the attribution.
         queries: right-hand sides solved together: they share every batch and its pass at θ.
+        recipe: whether the training's recipe is known.
         examples: to be scored; all by default.
-        baseline: whether gradient dot products are computed too.
-        solver: the one that was chosen; the plan's LiSSA by default.
+        plan: of the solve, where there will be one from the start.
+        solver: the one that was chosen for it.
     """
     scored = len(gnh.terms) if examples is None else examples
-    work = count_work(gnh)
-    chains = 1 if solver is not None and solver.solver == "cg" else plan.chains
-    copies = plan.memory_copies if solver is None else solver.memory_copies
-    solving = plan.seconds if solver is None else solver.seconds
-    directions = queries * (chains + baseline)
-    exact = gnh.product == "exact"
-    score = min(work.directional(directions, exact=exact, vectorised=exact), work.gradients(directions))
-    product = work.gradients(1) + 2 * work.flops  # a forward, a tangent and a backward of one example
-    per_term = plan.spectrum.seconds_per_term
+    paces = time_phases(gnh, queries, options, recipe=recipe, examples=examples)
+    iterations: float = expected_iterations(queries)
+    chains, copies = 1, CG_COPIES * queries
+    if plan is not None and solver is not None:
+        # what starting a pass costs is in the time of an iteration; LiSSA's small batches start more of them
+        iterations = (solver.terms if solver.solver == "cg" else solver.work) / gnh.num_terms
+        copies, chains = solver.memory_copies, 1 if solver.solver == "cg" else plan.chains
     vector = sum(t.numel() * t.element_size() for t in gnh.zeros().values())
-    rows = queries * scored * (chains + 5) * 8
+    baseline = int(options.baseline)
     return Forecast(
-        solve_seconds=None if solving is None else solving * (1 + 4 * queries) / 5,
-        score_seconds=None
-        if per_term is None
-        else scored * gnh.terms.terms_per_example * per_term * score / product,
-        memory_bytes=vector * queries * max(copies, 2 * chains + 1 + baseline),
-        disk_bytes=vector * queries * (chains + copies) + rows,
+        seconds=paces.of(way, iterations),
+        quick_seconds=paces.quick,
+        iteration_seconds=paces.iteration,
+        exact_seconds=paces.exact(iterations),
+        memory_bytes=vector * max(copies if way.solved else 0, queries * (2 * chains + 1 + baseline)),
+        disk_bytes=vector * (queries * chains + copies) + queries * scored * (chains + 5) * 8,
     )
 
 

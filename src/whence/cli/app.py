@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from whence.attribution import attribute, load
-from whence.attribution.budget import count_prices, way_for
+from whence.attribution.budget import way_for
 from whence.attribution.cost import forecast
 from whence.attribution.damping import first_damping, metric_of
 from whence.attribution.planning import choice_for
@@ -26,6 +26,7 @@ from whence.model.gauss_newton import GaussNewton
 from whence.model.memory import keep_freed_memory
 from whence.options import CleanOptions, MeasureOptions, Options
 from whence.runs import Run, as_json, holds, read
+from whence.solvers.auto import Choice
 from whence.solvers.plan import Plan
 from whence.spectrum import Spectrum, estimate_spectrum
 
@@ -82,37 +83,46 @@ def plan(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Measure the spectrum and tell what an attribution will cost in time, memory and disk. Nothing long is run."""
+    """Tell what an attribution will do and what it will cost in time, memory and disk. Nothing long is run."""
     check_figure(figure, damping_sweep)
     inputs = Inputs(given)
     shortlist = inputs.candidates
     queries = len(inputs.queries) if inputs.has_queries or inputs.problem.queries else 1
     gnh = inputs.operator(options)
     gnh = gnh.in_metric(metric_of(gnh, inputs.training, options))
-    measured = _measure(gnh, options)
-    damping, _ = first_damping(options.damping, inputs.training, measured)
-    choice = choice_for(gnh, measured, damping, queries, options)
-    refine = choice.of("lissa").refine if options.refine is None else options.refine
-    made = Plan.tuned(measured, damping, num_terms=gnh.num_terms, chains=options.chains, refine=refine)
-    examples = len(gnh.terms) if shortlist is None else len(shortlist)
-    cost = forecast(
-        gnh, made, queries=queries, examples=examples, baseline=options.baseline, solver=choice.best
-    )
     recipe = inputs.training is not None
     way = way_for(gnh, queries, options, recipe=recipe)
-    prices = count_prices(gnh, queries, options, recipe=recipe)
+    examples = len(gnh.terms) if shortlist is None else len(shortlist)
+    made: Plan | None = None
+    choice: Choice | None = None
+    refine = 1.0
+    if damping_sweep or not way.factored:  # EK-FAC needs no spectrum
+        measured = _measure(gnh, options)
+        damping, _ = first_damping(options.damping, inputs.training, measured)
+        choice = choice_for(gnh, measured, damping, queries, options)
+        refine = choice.of("lissa").refine if options.refine is None else options.refine
+        made = Plan.tuned(measured, damping, num_terms=gnh.num_terms, chains=options.chains, refine=refine)
+    cost = forecast(
+        gnh,
+        way,
+        options,
+        queries=queries,
+        recipe=recipe,
+        examples=examples,
+        plan=made,
+        solver=None if choice is None else choice.best,
+    )
     sweep = None
-    if damping_sweep:
+    if damping_sweep and made is not None:
         sweep = sweep_dampings(gnh, made, cost, queries=queries, refine=refine, options=options)
         if figure is not None:
             draw(sweep, figure)
     if json:
         print_json(
             {
-                "spectrum": as_json(measured),
-                "plan": as_json(made),
-                "choice": {"solver": choice.best.solver, "words": choice.words(), **as_json(choice)},
-                "way": {**as_json(way), **as_json(prices)},
+                **({} if made is None else {"spectrum": as_json(made.spectrum), "plan": as_json(made)}),
+                **({} if choice is None else {"choice": _choice_as_json(choice)}),
+                "way": as_json(way),
                 "queries": queries,
                 "examples": examples,
                 **dataclasses.asdict(cost),
@@ -120,9 +130,8 @@ def plan(
             }
         )
         return
-    show_plan(made, choice, cost, queries, examples, sweep)
-    pace = measured.seconds_per_term
-    show_way(way, prices, None if pace is None else pace * gnh.num_terms)
+    show_plan(made, choice, sweep)
+    show_way(way, cost, queries, examples)
     if figure is not None:
         tell(f"\nfigure: {figure}")
 
@@ -308,6 +317,10 @@ def _beside(given: Path | None, run_dir: Path | None, name: str) -> Path | None:
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
+
+
+def _choice_as_json(choice: Choice) -> dict[str, object]:
+    return {"solver": choice.best.solver, "words": choice.words(), **as_json(choice)}
 
 
 def _measure(gnh: GaussNewton, options: MeasureOptions) -> Spectrum:

@@ -31,7 +31,7 @@ def sweep_dampings(
     Args:
         gnh: the operator.
         plan: at the chosen λ.
-        cost: of that plan.
+        cost: of the attribution.
         queries: right-hand sides solved together.
         refine: of the plans.
         options: seed, and the terms that the density is measured on at most.
@@ -51,7 +51,7 @@ def sweep_dampings(
         chosen=plan.damping,
         chains=plan.chains,
         refine=refine,
-        seconds_per_term=None if cost.solve_seconds is None else cost.solve_seconds / plan.num_term_products,
+        seconds_per_term=cost.iteration_seconds / gnh.num_terms,
     )
 
 

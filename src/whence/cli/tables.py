@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whence.attribution import Attribution, Row
-from whence.attribution.budget import Prices, Way
+from whence.attribution.budget import Way
 from whence.attribution.cost import Forecast
 from whence.attribution.page import accuracy_words
 from whence.attribution.sweep import DampingForecast
@@ -30,44 +30,33 @@ __all__ = ["cleaning_as_json", "rows_as_json", "show_cleaning", "show_plan", "sh
 _WIDTH = 60
 
 
-def show_plan(
-    plan: Plan, choice: Choice, cost: Forecast, queries: int, examples: int, sweep: DampingForecast | None
-) -> None:
-    """The spectrum, the solvers with their predicted costs, LiSSA's plan, what the job takes, and other dampings."""
-    tell(plan.spectrum)
-    tell(
-        f"\nto reach a correlation of {choice.accuracy:g} with the exact scores (errors of "
-        f"{relative_error(choice.accuracy):.2g} of their size):\n{choice}\n\nLiSSA's plan:\n{plan}"
-    )
-    tell(f"\nfor {queries:,} {'query' if queries == 1 else 'queries'} and {examples:,} training examples:")
-    times = [
-        f"{name} about {format_duration(seconds)}"
-        for name, seconds in (("solve", cost.solve_seconds), ("scoring", cost.score_seconds))
-        if seconds is not None
-    ]
-    if times:
-        tell(f"time           {', '.join(times)}, on this machine as busy as it is now")
+def show_plan(plan: Plan | None, choice: Choice | None, sweep: DampingForecast | None) -> None:
+    """The spectrum, the solvers with their predicted costs, LiSSA's plan and other dampings, where measured."""
+    if plan is not None and choice is not None:
+        tell(plan.spectrum)
+        tell(
+            f"\nto reach a correlation of {choice.accuracy:g} with the exact scores (errors of "
+            f"{relative_error(choice.accuracy):.2g} of their size):\n{choice}\n\nLiSSA's plan:\n{plan}\n"
+        )
+    if sweep is not None:
+        tell(f"other dampings:\n{sweep}\n\n{sweep.words()}\n")
+
+
+def show_way(way: Way, cost: Forecast, queries: int, examples: int) -> None:
+    """What each way takes for the queries asked, all of it together, and which of them it will be."""
+    tell(f"for {queries:,} {'query' if queries == 1 else 'queries'} and {examples:,} training examples:")
+    for name, seconds in (
+        ("the quick answer, by EK-FAC", cost.quick_seconds),
+        ("an iteration more", cost.iteration_seconds),
+        ("an exact solve", cost.exact_seconds),
+        ("what attribute will do", cost.seconds),
+    ):
+        tell(f"  {name:<28} about {format_duration(seconds)}")
+    tell("time           of this machine as busy as it is now; timed on a few examples")
     tell(f"memory         {format_bytes(cost.memory_bytes)} of vectors, beside the model and one batch")
     tell(f"disk           {format_bytes(cost.disk_bytes)} in the run directory")
-    if sweep is not None:
-        tell(f"\nother dampings:\n{sweep}\n\n{sweep.words()}")
-
-
-def show_way(way: Way, prices: Prices, pass_seconds: float | None) -> None:
-    """What each way takes for the queries asked, all of it together, and which of them it will be."""
-    rows = {
-        "the quick answer, by EK-FAC": prices.quick,
-        "an iteration more": prices.iteration,
-        "an exact solve": prices.exact,
-        "what attribute will do": prices.of(way),
-    }
-    tell("\nall together:")
-    for name, price in rows.items():
-        passes = price / prices.product
-        time = "" if pass_seconds is None else f", about {format_duration(passes * pass_seconds)}"
-        tell(f"  {name:<28} {passes:8.3g} products with one vector{time}")
     if way.factored:
-        tell(f"so the quick answer comes first. {way.words}".rstrip())
+        tell(f"The quick answer comes first. {way.words}".rstrip())
 
 
 def show_result(result: Attribution, k: int) -> None:

@@ -44,7 +44,7 @@ _RISK = 2.0
 #: The part of a path that is averaged.
 _TAIL = 0.5
 #: Vectors of the parameters' size that conjugate gradients hold per query.
-_CG_COPIES = 8
+CG_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def choose(
             how=f"about {K} iterations over all {n:,} terms, for all queries together",
             terms=n * K,
             work=passes.work(n * K, K),
-            memory_copies=_CG_COPIES * queries,
+            memory_copies=CG_COPIES * queries,
         )
     ]
     refine = _needed_length(spectrum, damping, n, accuracy, chains)
