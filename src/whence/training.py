@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from whence.errors import OptionError
 from whence.vectors import ParamVector
 
-__all__ = ["Training"]
+__all__ = ["KEPT", "Training"]
+
+#: What `whence.hf.KeepTraining` writes into a checkpoint.
+KEPT = "whence_training.json"
 
 #: Mean of the rate over training, in units of its first value.
 _SCHEDULES = {"constant": 1.0, "constant_with_warmup": 1.0, "linear": 0.5, "cosine": 0.5}
@@ -129,7 +132,7 @@ class Training:
         if path.is_dir():
             return cls._of_checkpoint(path, model)
         if path.is_file():
-            return cls._of_history(_json(path))
+            return cls.of_history(_json(path))
         pairs = [part.partition("=") for part in text.split(",")]
         if not all(sign for _, sign, _ in pairs):
             raise OptionError(
@@ -160,7 +163,7 @@ class Training:
         )
 
     @classmethod
-    def _of_history(cls, state: Mapping[str, Any]) -> Training:
+    def of_history(cls, state: Mapping[str, Any]) -> Training:
         """`trainer_state.json`: the rates that were logged stand for the steps since the one before."""
         logged = [
             (row["step"], row["learning_rate"])
@@ -182,7 +185,12 @@ class Training:
     @classmethod
     def _of_checkpoint(cls, directory: Path, model: nn.Module | None) -> Training:
         """What `transformers.Trainer` saves beside a model."""
-        history = cls._of_history(_json(directory / "trainer_state.json"))
+        kept = directory / KEPT
+        history = (
+            cls._of_numbers(_json(kept))
+            if kept.is_file()
+            else cls.of_history(_json(directory / "trainer_state.json"))
+        )
         path = directory / "optimizer.pt"
         if not path.is_file() or model is None:
             return history

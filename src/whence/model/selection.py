@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -17,8 +17,9 @@ ParameterFilter = Callable[[str], bool] | Sequence[str]
 def select_parameters(model: nn.Module, params: ParameterFilter | None = None) -> dict[str, nn.Parameter]:
     """The model's trainable parameters, or those of them that ``params`` selects.
 
-    Frozen parameters (``requires_grad=False``) are never selected. Tied weights appear once, under the name
-    that `torch.nn.Module.named_parameters` gives them first.
+    Frozen parameters (``requires_grad=False``) are never selected, but for the adapters of a PEFT model that was loaded
+    for inference, where all is frozen. Tied weights appear once, under the name that
+    `torch.nn.Module.named_parameters` gives them first.
 
     Args:
         model: any module.
@@ -34,6 +35,8 @@ def select_parameters(model: nn.Module, params: ParameterFilter | None = None) -
         for name, parameter in everything.items()
         if parameter.requires_grad and parameter.is_floating_point()
     }
+    if not trainable:
+        trainable = _adapters(model, everything)
     if not trainable:
         raise ParameterSelectionError(
             f"none of the model's {len(everything)} parameters is trainable: all have requires_grad=False. "
@@ -54,6 +57,22 @@ def select_parameters(model: nn.Module, params: ParameterFilter | None = None) -
     raise ParameterSelectionError(
         f"the parameter filter {_describe(params)} matches nothing; it could match: {_few(trainable, 12)}"
     )
+
+
+def _adapters(model: nn.Module, everything: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Parameters of PEFT's active adapters: its layers name the parts that belong to them."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    found: set[str] = set()
+    for prefix, module in model.named_modules():
+        active = getattr(module, "active_adapters", ())
+        for part in getattr(module, "adapter_layer_names", ()):
+            found.update(f"{prefix}.{part}.{adapter}" for adapter in active)
+    return {
+        name: parameter
+        for name, parameter in everything.items()
+        if parameter.is_floating_point() and any(name == own or name.startswith(f"{own}.") for own in found)
+    }
 
 
 def _as_predicate(params: ParameterFilter) -> Callable[[str], bool]:

@@ -5,6 +5,7 @@ Of a directory's files it is asked beforehand whether they are whole.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from whence.sources.labels import Labels
 from whence.sources.tokenizers import check_tokenizer, load_tokenizer
 from whence.tasks import Classification, LanguageModeling, Task
 
-__all__ = ["Problem", "context_length", "load_model"]
+__all__ = ["Problem", "context_length", "load_model", "task_of"]
 
 Kind = Literal["language-model", "text-classifier", "image-classifier", "custom"]
 DTYPES = ("float64", "float32", "bfloat16", "float16", "auto")
@@ -35,6 +36,7 @@ ARCHITECTURES: dict[str, tuple[Kind, str]] = {
     "ForSequenceClassification": ("text-classifier", "AutoModelForSequenceClassification"),
     "ForImageClassification": ("image-classifier", "AutoModelForImageClassification"),
 }
+ADAPTER = "adapter_config.json"
 LFS_POINTER = b"version https://git-lfs"
 AGAIN = "download the model again (interrupted downloads can be resumed)"
 
@@ -87,7 +89,8 @@ def load_model(
     """The model that ``spec`` names, ready to be attributed: in evaluation mode, its files and tokenizer checked.
 
     Args:
-        spec: a Hugging Face model directory; ``package.module:function`` or ``path/to/file.py:function``,
+        spec: a Hugging Face model directory, or one of PEFT's with an adapter, whose base is a directory that it names;
+            ``package.module:function`` or ``path/to/file.py:function``,
             called without arguments, which returns a module in evaluation mode or a `Problem`; or, with
             ``allow_download``, the name of a model on the Hugging Face hub.
         dtype: of a Hugging Face model's parameters; ``auto`` as they were saved.
@@ -112,7 +115,10 @@ def load_model(
             f"there is no directory {str(spec)!r}; check the name. If it is a model on the Hugging Face hub, allow "
             "fetching it (--allow-download); a function is written package.module:function"
         )
-    source = str(path) if local else str(spec)
+    source, adapter = str(path) if local else str(spec), None
+    if local and (path / ADAPTER).is_file() and not (path / "config.json").is_file():
+        adapter, source = path, _base_of(path, allow_download)
+        local, path = Path(source).is_dir(), Path(source)
     if local:
         _check_files(path)
     with _quiet(load_library("transformers", "hf", "to load a Hugging Face model")) as transformers:
@@ -120,9 +126,13 @@ def load_model(
             config = transformers.AutoConfig.from_pretrained(source, local_files_only=local)
         kind, loader = _architecture(config.to_dict(), source)
         model = _load_weights(getattr(transformers, loader), source, chosen, local)
+        if adapter is not None:
+            model = _with_adapter(model, adapter)
         reader = None
         if kind != "image-classifier":
-            reader = load_tokenizer(source if tokenizer is None else str(tokenizer), local=local)
+            own = adapter is not None and (adapter / "tokenizer_config.json").is_file()
+            beside = str(adapter) if own else source
+            reader = load_tokenizer(beside if tokenizer is None else str(tokenizer), local=local or own)
             if check_vocabulary:
                 check_tokenizer(reader, model)
         directory = path if local else None
@@ -143,6 +153,17 @@ def load_model(
         kind=kind,
         directory=directory,
     )
+
+
+def task_of(model: nn.Module) -> Task:
+    """What the outputs of a Hugging Face model mean, read off its class; adapters stand for their base."""
+    base = getattr(model, "get_base_model", lambda: model)()
+    config = getattr(base, "config", None)
+    name = type(base).__name__
+    if config is None:
+        raise ModelError(f"{name} is not a Hugging Face model; say what its outputs mean by task=")
+    kind, _ = _architecture({"architectures": [name]}, f"the model {name}")
+    return LanguageModeling() if kind == "language-model" else _classification(config, f"the model {name}")
 
 
 def context_length(config: Any) -> int | None:
@@ -172,6 +193,38 @@ def _from_function(spec: str) -> Problem:
     if problem.model.training:
         raise ModelError(f"{spec} returned a model in training mode; return model.eval()")
     return problem
+
+
+def _base_of(directory: Path, allow_download: bool) -> str:
+    """The base that an adapter was trained on, as its configuration names it; beside it where the path is relative."""
+    named = None
+    with refusing(ModelError, f"{directory / ADAPTER} cannot be read", "save the adapter again"):
+        named = json.loads((directory / ADAPTER).read_text("utf-8")).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise ModelError(
+            f"{directory / ADAPTER} does not name the adapter's base model; write its directory there as "
+            "base_model_name_or_path"
+        )
+    for found in (Path(named).expanduser(), directory / named):
+        if found.is_dir():
+            return str(found)
+    if not allow_download:
+        raise ModelError(
+            f"the adapter in {directory} belongs to {named!r}, which is no directory here; give its directory as "
+            f"base_model_name_or_path in {ADAPTER}, or allow fetching it (--allow-download)"
+        )
+    return named
+
+
+def _with_adapter(model: nn.Module, directory: Path) -> Any:
+    """The model with an adapter on it, whose parameters alone are trainable."""
+    peft = load_library("peft", "hf", "to load an adapter")
+    if not any(directory.glob("adapter_model*.safetensors")):
+        raise ModelError(
+            f"{directory} has no adapter_model.safetensors; save the adapter again with safe_serialization=True"
+        )
+    with refusing(ModelError, f"the adapter in {directory} cannot be loaded", "save it again for this base"):
+        return peft.PeftModel.from_pretrained(model, str(directory), is_trainable=True).eval()
 
 
 def _architecture(config: dict[str, Any], source: str) -> tuple[Kind, str]:

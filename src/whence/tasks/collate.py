@@ -13,13 +13,14 @@ from whence.errors import DataError
 __all__ = ["pad", "stack_columns", "stack_values"]
 
 #: Fields of token sequences that may be padded on the right, and with what.
-PADDING = {"input_ids": 0, "attention_mask": 0, "token_type_ids": 0, "labels": -100}
+PADDING = {"input_ids": 0, "attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "labels": -100}
 
 
 def stack_columns(examples: Sequence[Any]) -> Any:
     """Turn a list of ``(x, y)`` or of dicts into ``(xs, ys)`` or a dict of batched tensors.
 
-    Token fields of different lengths are padded on the right, and an attention mask is added if absent.
+    Token fields of different lengths are padded on the right, and an attention mask is added if absent; not beside
+    position ids, from which a model tells packed sequences apart as long as there is no mask.
     """
     if len(examples) == 0:
         raise DataError("cannot build a batch from no examples")
@@ -31,7 +32,7 @@ def stack_columns(examples: Sequence[Any]) -> Any:
                 raise DataError(
                     f"example {position} of the batch does not have the fields {sorted(names)} of the first"
                 )
-        if "input_ids" in names and "attention_mask" not in names:
+        if "input_ids" in names and not {"attention_mask", "position_ids"} & set(names):
             lengths = [len(example["input_ids"]) for example in examples]
             if len(set(lengths)) > 1:
                 ones = [torch.ones(length, dtype=torch.long) for length in lengths]

@@ -1,0 +1,284 @@
+"""Attribution from a Hugging Face `Trainer`: its model, data, collator, tokenizer and recipe, as they are.
+
+::
+
+    trainer.train()
+    result = whence.hf.attribute(trainer, [{"prompt": "Who wrote it?", "completion": " She did."}])
+    result.to_html("report.html")
+
+What the trainer's collator makes of a row is what the model was trained on, so it is what is scored: masked prompts of
+TRL's `SFTTrainer` and packed sequences with their position ids included. Before anything long, the losses of two
+examples are compared with the trainer's own, and a trainer with another loss is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whence.attribution import Attribution
+from whence.attribution import attribute as attribute_model
+from whence.errors import DataError, ModelError, OptionError
+from whence.libraries import load_library
+from whence.sources.models import context_length, task_of
+from whence.sources.queries import language_queries
+from whence.sources.records import RowList
+from whence.tasks import LanguageModeling, Task
+from whence.training import KEPT, Training
+
+__all__ = ["KeepTraining", "attribute"]
+
+transformers = load_library("transformers", "hf", "to read a Trainer")
+
+#: How far losses may differ, relative to them: in float32, and where the training runs in half precision.
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.03
+#: Where packed texts begin, once more, for kernels that need it so; the position ids say it, too.
+_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k")
+
+
+def attribute(
+    trainer: Any,
+    queries: Sequence[Mapping[str, Any]],
+    *,
+    train: Any = None,
+    task: Task | None = None,
+    first: int | None = None,
+    **given: Any,
+) -> Attribution:
+    """Which of a trainer's examples made its model say this; see `whence.attribute`.
+
+    Args:
+        trainer: a `transformers.Trainer`, or one of TRL's that predicts tokens, after its training.
+        queries: of a language model, ``{"prompt": …, "completion": …}``, ``{"messages": […]}`` or ``{"text": …}``; of
+            any model, rows like those of the trainer's data.
+        train: rows to attribute to; by default the trainer's own data.
+        task: what the model's outputs mean; by default read off its class.
+        first: how many rows of a stream to read, which has no length and no positions.
+        **given: what `whence.attribute` takes beside: ``params``, ``accuracy``, ``run_dir`` and so on.
+
+    Raises:
+        ModelError: the trainer's loss is not the task's.
+    """
+    model = trainer.model
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the trainer's model is a {type(model).__name__}; give a trainer that holds one")
+    tokenizer = getattr(trainer, "processing_class", None)
+    chosen = task_of(model) if task is None else task
+    rows = Collated(_rows(trainer.train_dataset if train is None else train, first), trainer)
+    with _evaluating(model):
+        _check_loss(trainer, model, chosen, rows)
+        given.setdefault("training", _recipe(trainer, model))
+        return attribute_model(
+            model,
+            rows,
+            _asked(queries, trainer, chosen, tokenizer),
+            task=chosen,
+            tokenizer=tokenizer,
+            class_names=_class_names(model, chosen),
+            **given,
+        )
+
+
+class Collated(Sequence[Any]):
+    """Rows as the trainer's collator makes examples of them, one at a time.
+
+    Args:
+        rows: of the trainer's data.
+        trainer: whose collator it is.
+    """
+
+    def __init__(self, rows: Any, trainer: Any) -> None:
+        self.rows, self._collate = rows, trainer.data_collator
+        self._kept = _kept_columns(trainer)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, index: int) -> Mapping[str, Any]:
+        """What the collator makes of one row."""
+        row = self.rows[index]
+        if self._kept is not None and isinstance(row, Mapping):
+            row = {name: value for name, value in row.items() if name in self._kept}
+        found: Mapping[str, Any] = self._collate([row])
+        return found
+
+    def __getitem__(self, index: Any) -> dict[str, Tensor]:
+        example = {}
+        for name, value in self.batch(index).items():
+            if not isinstance(value, Tensor) or name in _FLASH:
+                continue
+            if not value.ndim or value.shape[0] != 1:
+                raise DataError(
+                    f"the trainer's collator turns row {index} into {name!r} of shape {tuple(value.shape)}; it must "
+                    "give a batch of one for one row"
+                )
+            example[name] = value[0]
+        return example
+
+
+class KeepTraining(transformers.TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Writes into every checkpoint how far training has come: the mean of all its rates, and its steps.
+
+    With it ``training="checkpoint-500"`` is exact whatever was logged, for optimizers whose state is not saved, too.
+
+    Example:
+        >>> trainer = transformers.Trainer(model, callbacks=[KeepTraining()], ...)  # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self._total = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go on from the checkpoint that training resumes from, if it does."""
+        self._total = 0.0
+        if state.global_step:
+            found = Path(args.output_dir) / f"checkpoint-{state.global_step}" / KEPT
+            if found.is_file():
+                kept = json.loads(found.read_text("utf-8"))
+                self._total = float(kept["rate"]) * int(kept["steps"])
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the rate that the step will be taken with."""
+        groups = getattr(kwargs.get("optimizer"), "param_groups", None)
+        if groups:
+            self._total += float(groups[0]["lr"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Into the checkpoint that was just written."""
+        directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        optimizer = str(getattr(args.optim, "value", args.optim))
+        if directory.is_dir() and state.global_step:
+            kept = {
+                "rate": self._total / state.global_step,
+                "steps": state.global_step,
+                "weight_decay": args.weight_decay,
+                "optimizer": "adam" if optimizer.startswith("adam") else "sgd",
+            }
+            (directory / KEPT).write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+
+
+# --- data --------------------------------------------------------------------------------------------------------
+
+
+def _rows(data: Any, first: int | None) -> Any:
+    if data is None:
+        raise DataError("the trainer has no training data; give them as train=")
+    if first is not None and first < 1:
+        raise OptionError(f"first is {first}; it is a number of rows, at least 1")
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return data if first is None else [data[index] for index in range(min(first, len(data)))]
+    if first is None:
+        raise DataError(
+            f"the training data are a {type(data).__name__}, a stream without length and positions; say how many of "
+            "its rows to read, as first=10_000, or give a data set that can be indexed as train="
+        )
+    return list(islice(iter(data), first))
+
+
+def _kept_columns(trainer: Any) -> set[str] | None:
+    """The columns that the trainer hands to its collator; None for all."""
+    if not getattr(trainer.args, "remove_unused_columns", False):
+        return None
+    trainer._set_signature_columns_if_needed()
+    return set(trainer._signature_columns)
+
+
+def _asked(queries: Any, trainer: Any, task: Task, tokenizer: Any) -> Any:
+    if isinstance(queries, (Mapping, str)) or not isinstance(queries, Sequence) or not queries:
+        raise DataError('queries must be a list, even if there is only one: [{"prompt": …, "completion": …}]')
+    first = queries[0]
+    words = isinstance(first, Mapping) and not {"input_ids", "pixel_values"} & set(first)
+    if not (words and isinstance(task, LanguageModeling)):
+        return Collated(list(queries), trainer)
+    if tokenizer is None:
+        raise DataError("the queries are texts, and the trainer has no tokenizer (processing_class)")
+    records = RowList([_as_row(query) for query in queries], name="query")
+    limit = context_length(trainer.model.config)
+    return language_queries(records, tokenizer, task, max_length=limit)
+
+
+def _as_row(query: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A prompt and a completion that are lists of messages are one conversation."""
+    prompt, completion = query.get("prompt"), query.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return {"messages": [*prompt, *completion]}
+    return query
+
+
+def _class_names(model: nn.Module, task: Task) -> list[str] | None:
+    names = getattr(getattr(model, "config", None), "id2label", None)
+    if isinstance(task, LanguageModeling) or not isinstance(names, Mapping):
+        return None
+    return [str(names[number]) for number in sorted(names)]
+
+
+# --- model -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and its modules in their own afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _recipe(trainer: Any, model: nn.Module) -> Training | None:
+    """The optimizer's state where the trainer still has it, with the rates that were logged; None without training."""
+    steps = int(getattr(trainer.state, "global_step", 0))
+    if not steps:
+        return None
+    history = None
+    if any("learning_rate" in row for row in trainer.state.log_history):
+        history = Training.of_history({"global_step": steps, "log_history": trainer.state.log_history})
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer) and any(
+        "exp_avg_sq" in kept for kept in optimizer.state.values()
+    ):
+        found = Training.read(optimizer, model)
+        return found if history is None else replace(found, rate=history.rate, steps=steps)
+    return history
+
+
+def _check_loss(trainer: Any, model: nn.Module, task: Task, rows: Collated) -> None:
+    """Refuse a trainer whose loss of an example is not the task's mean over its terms."""
+    positions = [0, len(rows) - 1] if len(rows) > 1 else [0]
+    device = next(model.parameters()).device
+    examples = [rows[position] for position in positions]
+    batch = task.collate(examples).to(device)
+    half = getattr(trainer.args, "bf16", False) or getattr(trainer.args, "fp16", False)
+    half = half or next(model.parameters()).element_size() < 4
+    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))  # which TRL's trainers add to
+    with torch.no_grad():
+        outputs = task.outputs(model, batch)
+        task.check(outputs, batch)
+        ours = task.query_losses(outputs, batch).double().tolist()
+        theirs = []
+        for position in positions:
+            inputs = {
+                name: value.to(device) if isinstance(value, Tensor) else value
+                for name, value in rows.batch(position).items()
+            }
+            theirs.append(float(trainer.compute_loss(model, inputs)))
+    if metrics is not None:
+        trainer._metrics = metrics
+    for position, own, other in zip(positions, ours, theirs, strict=True):
+        if not abs(own - other) <= (_HALF_TOLERANCE if half else _TOLERANCE) * max(abs(other), 0.1):
+            raise ModelError(
+                f"the trainer's loss of row {position} is {other:.6g}, that of {type(task).__name__} is {own:.6g}: it "
+                "trains on another loss (label smoothing, weights, preferences or its own compute_loss). Give the task "
+                "that has this loss as task=, such as whence.ConvexLoss"
+            )
