@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
-PEERS := kronfluence dattri
+PEERS := kronfluence dattri bergson
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
 # What `make reproduce` makes, and how: see `python -m reproduction --help`.
