@@ -31,8 +31,8 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"  # else it asks the hub whether a path on disk is an adapter there
 os.environ["TQDM_DISABLE"] = "1"
 
-import torch  # noqa: E402
-from bergson.config.config import (  # noqa: E402
+import torch
+from bergson.config.config import (
     DataConfig,
     HessianConfig,
     HessianPipelineConfig,
@@ -42,19 +42,19 @@ from bergson.config.config import (  # noqa: E402
     QuerySetConfig,
     ScoreConfig,
 )
-from bergson.data import load_scores  # noqa: E402
-from bergson.hessians.hessian_approximations import approximate_hessians  # noqa: E402
-from bergson.hessians.pipeline import hessian_pipeline  # noqa: E402
-from datasets import Dataset, disable_progress_bars  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from tokenizers import Tokenizer, models  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast  # noqa: E402
+from bergson.data import load_scores
+from bergson.hessians.hessian_approximations import approximate_hessians
+from bergson.hessians.pipeline import hessian_pipeline
+from datasets import Dataset, disable_progress_bars
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+from torch import Tensor, nn
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from benchmarks.peers import tiny  # noqa: E402
-from benchmarks.peers.asking import Peer, main  # noqa: E402
-from whence import LanguageModeling  # noqa: E402
-from whence.tasks import Task  # noqa: E402
+from benchmarks.peers import tiny
+from benchmarks.peers.asking import Peer, main
+from whence import LanguageModeling
+from whence.tasks import Task
 
 
 class Factors:

@@ -73,10 +73,10 @@ def measure(of: Work, rounds: int) -> dict[str, Any]:
     """All contenders on one work, in turn."""
     model, names = keep_model(of), contenders(of)
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    kept = {name: DIRECTORY / f"{of.name}, {name}.safetensors" for name in names}
+    files = {name: DIRECTORY / f"{of.name}, {name}.safetensors" for name in names}
     for number in range(rounds):
         for name in names:
-            measured[name].append(run(name, model, kept[name]))
+            measured[name].append(run(name, model, files[name]))
             print(f"{of.name}, round {number + 1}, {name}: {measured[name][-1]}", flush=True)
     whole = truth(of)
     outcomes = Outcomes(whole.losses[:, :, : of.queries], whole.subsets, whole.seeds)
@@ -88,7 +88,7 @@ def measure(of: Work, rounds: int) -> dict[str, Any]:
         "queries": of.queries,
         "contenders": {
             name: {
-                **score(load_file(kept[name])["scores"], outcomes),
+                **score(load_file(files[name])["scores"], outcomes),
                 "cpu_seconds": asdict(Quartiles.of(seconds[name])),
                 "memory_mb": asdict(Quartiles.of(memory[name])),
                 "loaded_mb": Quartiles.of([each["loaded"] for each in measured[name]]).median,
@@ -104,17 +104,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers.interleaved", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(ROUNDS)}; all by default")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        choices=[*ROUNDS, []],
+        metavar="NAME",
+        help=f"of {', '.join(ROUNDS)}; all by default",
+    )
     parser.add_argument("--rounds", type=int, help="in place of 5, or of the Llama's 3")
     parser.add_argument("--show", action="store_true", help="what is there, measuring nothing")
     options = parser.parse_args()
-    earlier = RESULTS / "interleaved.json"
-    results = json.loads(earlier.read_text(encoding="utf-8"))["results"] if earlier.exists() else {}
     for name in [] if options.show else options.names or ROUNDS:
-        results[name] = measure(work(name), options.rounds or ROUNDS.get(name, 3))
+        found = measure(work(name), options.rounds or ROUNDS[name])
+        results = {**kept(), name: found}
         save("interleaved", {known: results[known] for known in ROUNDS if known in results})
-    for name, result in results.items():
+    for name, result in kept().items():
         show(name, result)
+
+
+def kept() -> dict[str, Any]:
+    """What was measured before, by work."""
+    path = RESULTS / "interleaved.json"
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
+    return results
 
 
 def show(name: str, result: dict[str, Any]) -> None:
