@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
-PEERS := kronfluence dattri
+PEERS := kronfluence dattri bergson
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
 # What `make reproduce` makes, and how: see `python -m reproduction --help`.
@@ -54,6 +54,7 @@ peers: $(VENV)/.installed $(PEERS:%=.venv-%/.installed)
 	  .venv-$$peer/bin/python -m benchmarks.peers.$$peer --check; \
 	  OMP_NUM_THREADS=1 .venv-$$peer/bin/python -m benchmarks.peers.$$peer; done
 	$(VENV)/bin/python -m benchmarks.peers
+	$(VENV)/bin/python -m benchmarks.peers.interleaved
 
 # Pages are tested in a real browser. Where it is missing and may be installed, it is.
 browser:

@@ -17,7 +17,9 @@ from small import DOUBLE, evaluated, generator
 from test_untouched import state, used_model
 from whence import Classification, GaussNewton, LanguageModeling
 from whence.errors import ModelError
-from whence.model.layers import Passed, matrices
+from whence.model.layers import ExampleGradients, Passed, matrices
+from whence.preconditioners.ekfac import ekfac
+from whence.scoring import Scorer
 from whence.tasks import Batch, Task
 from zoo import CASES, VOCABULARY, Case, images, sequences, vectors
 
@@ -605,3 +607,26 @@ def test_rows_are_outputs_and_the_bias_is_the_last_column() -> None:
     assert (convolved.names, convolved.shape) == (("0.weight", "0.bias"), (6, 28))
     one, bias, places = matrices(operator(language_model, sequences, LanguageModeling()).network)
     assert {one.shape, bias.shape, places.shape} == {(VOCABULARY, WIDTH), (VOCABULARY, 1), (16, WIDTH)}
+
+
+def test_few_examples_gradients_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    gnh = operator(lambda: Model(lambda m, x: m.head(x), head=head(WIDTH)), vectors)
+    largest = max(p.numel() * p.element_size() for p in gnh.network.parameters.values())
+    directions, everything = gnh.zeros(2).randn_like(generator()), torch.arange(len(gnh.terms))
+    together = Scorer(gnh, directions, method="layers", norms=True).score_with_norms(everything)
+    sizes = []
+    passes = ExampleGradients.passes
+
+    def noting(self: ExampleGradients, batch: Batch, *rest: Any, **more: Any) -> Any:
+        sizes.append(batch.size)
+        return passes(self, batch, *rest, **more)
+
+    monkeypatch.setattr(ExampleGradients, "passes", noting)
+    monkeypatch.setattr("whence.model.layers._AT_ONCE", 3 * largest + 1)
+    found = Scorer(gnh, directions, method="layers", norms=True).score_with_norms(everything)
+    assert max(sizes) == 3
+    for mine, theirs in zip(found, together, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    sizes.clear()
+    ekfac(gnh, 1.0, generator=generator())
+    assert max(sizes) == 3

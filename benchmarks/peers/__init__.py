@@ -15,6 +15,10 @@ again, what was interrupted goes on. Then, in our environment,
 
 compares them with the ground truth, adds to ``benchmarks/results/peers_damping.json`` and shows the table.
 
+    python -m benchmarks.peers.interleaved [NAME …]
+
+measures whence and the peers at their defaults in turn, with their memory.
+
 The best of ten dampings is picked by the ground truth itself, which no user has: it is a bound on what tuning could
 bring, and favours the peer.
 """

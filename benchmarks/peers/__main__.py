@@ -16,7 +16,7 @@ from benchmarks.truth import truth
 from benchmarks.works import WORKS, work
 from whence.validation import Outcomes, linear_datamodeling_score
 
-PEERS = ("kronfluence", "dattri")
+PEERS = ("kronfluence", "dattri", "bergson")
 
 
 def main() -> None:

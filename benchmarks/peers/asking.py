@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from benchmarks.peers.answers import Answer, Answers, kept, versions
 from benchmarks.works import WORKS, Data, Work, work
-from whence import LanguageModeling
 from whence.tasks import Task
 
 __all__ = ["Peer", "Prepared", "ask", "main", "queries"]
@@ -43,7 +42,7 @@ class Peer:
         settings: dampings of its own, by name: its defaults and what its examples say.
         multiples: the grid.
         prepare: does what all dampings share, for a trained model, its task and its training data.
-        language: whether it can be asked about language models.
+        tasks: what it can be asked about.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Peer:
     settings: Mapping[str, float | None]
     multiples: Sequence[float]
     prepare: Callable[[nn.Module, Task, Sequence[Tensor]], Prepared]
-    language: bool
+    tasks: tuple[type[Task], ...]
 
 
 def queries(data: Data, count: int) -> list[Tensor]:
@@ -104,8 +103,8 @@ def main(peer: Peer, check: Callable[[], None]) -> None:
         check()
         return
     for name in options.names or WORKS:
-        if isinstance(work(name).task, LanguageModeling) and not peer.language:
-            print(f"{name}: {peer.name} is not asked about language models", flush=True)
+        if not isinstance(work(name).task, peer.tasks):
+            print(f"{name}: {peer.name} cannot be asked about {type(work(name).task).__name__}", flush=True)
             continue
         answers = ask(peer, work(name))
         seconds = answers.seconds + sum(answer.seconds for answer in answers.answers)

@@ -79,7 +79,7 @@ PEER = Peer(
     settings={"default": 0.0, "example": 5e-3},
     multiples=tuple(10 ** (i / 2 - 4) for i in range(10)),
     prepare=ConjugateGradients,
-    language=False,
+    tasks=(Classification, Regression),
 )
 
 

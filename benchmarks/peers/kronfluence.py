@@ -131,7 +131,7 @@ PEER = Peer(
     settings={"default": ScoreArguments().damping_factor, "heuristic": None},
     multiples=tuple(10 ** (2 * i / 3 - 2) for i in range(10)),
     prepare=Factors,
-    language=True,
+    tasks=(Classification, Regression, LanguageModeling),
 )
 
 

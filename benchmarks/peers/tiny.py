@@ -9,7 +9,15 @@ from torch.nn import functional as F
 
 from benchmarks.works import mlp
 
-__all__ = ["agree", "dense_ekfac", "dense_hessian", "dot_products", "network", "picture_network"]
+__all__ = [
+    "agree",
+    "dense_ekfac",
+    "dense_hessian",
+    "dot_products",
+    "language_model",
+    "network",
+    "picture_network",
+]
 
 #: Of training examples and queries.
 TRAIN, QUERIES = 40, 5
@@ -29,6 +37,20 @@ def picture_network() -> tuple[nn.Module, list[Tensor], list[Tensor]]:
         nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3)
     ).eval()
     return model, _labelled(torch.randn(TRAIN, 1, 6, 6)), _labelled(torch.randn(QUERIES, 1, 6, 6))
+
+
+def language_model() -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    """A Llama of two layers, rows of tokens to train on and to ask about."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=6, tie_word_embeddings=True, initializer_range=0.3,
+        bos_token_id=0, eos_token_id=0, pad_token_id=None,
+    )  # fmt: skip
+    model: nn.Module = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return model.eval(), [torch.randint(11, (TRAIN, 6))], [torch.randint(11, (QUERIES, 6))]
 
 
 def _labelled(x: Tensor) -> list[Tensor]:
@@ -57,30 +79,46 @@ def dense_hessian(model: nn.Module, train: list[Tensor], queries: list[Tensor], 
 
 
 def dense_ekfac(model: nn.Module, train: list[Tensor], queries: list[Tensor], damping: float) -> Tensor:
-    """Scores with EK-FAC of the empirical Fisher of linear layers, each layer's basis written out."""
+    """Scores with EK-FAC of the empirical Fisher of linear layers, each layer's basis written out.
+
+    Of a language model, the layers of its body; the head is left out.
+    """
     total = torch.zeros(len(queries[0]), len(train[0]), dtype=torch.float64)
-    for layer in (module for module in model.modules() if isinstance(module, nn.Linear)):
+    body = getattr(model, "base_model", model)
+    for layer in (module for module in body.modules() if isinstance(module, nn.Linear)):
         (a, g), (query_a, query_g) = _layer(model, layer, train), _layer(model, layer, queries)
-        basis = torch.kron(torch.linalg.eigh(g.T @ g)[1], torch.linalg.eigh(a.T @ a)[1])
-        rows = torch.einsum("no,ni->noi", g, a).flatten(1) @ basis
-        query_rows = torch.einsum("no,ni->noi", query_g, query_a).flatten(1) @ basis
+        covariances = [torch.einsum("nti,ntj->ij", side, side) for side in (g, a)]
+        basis = torch.kron(*(torch.linalg.eigh(each)[1] for each in covariances))
+        rows = torch.einsum("nto,nti->noi", g, a).flatten(1) @ basis
+        query_rows = torch.einsum("nto,nti->noi", query_g, query_a).flatten(1) @ basis
         total += query_rows / (rows.square().mean(0) + damping) @ rows.T
     return total
 
 
 def _layer(model: nn.Module, layer: nn.Linear, data: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """A layer's inputs, with a one for the bias, and the gradients of its outputs."""
+    """A layer's inputs, with a one for the bias, and the gradients of its outputs: ``[examples, tokens, width]``."""
     seen: list[Tensor] = []
 
     def hook(_: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
         seen.extend((inputs[0], outputs))
 
     handle = layer.register_forward_hook(hook)
-    loss = F.cross_entropy(model(data[0]), data[1], reduction="sum")
+    loss = _summed_loss(model, data)
     handle.remove()
     (gradient,) = torch.autograd.grad(loss, seen[1])
-    inputs = seen[0].detach().double()
-    return torch.cat([inputs, torch.ones(len(inputs), 1, dtype=torch.float64)], 1), gradient.double()
+    inputs, gradient = seen[0].detach().double(), gradient.double()
+    if layer.bias is not None:
+        inputs = torch.cat([inputs, torch.ones_like(inputs[..., :1])], -1)
+    if inputs.dim() == 2:
+        return inputs.unsqueeze(1), gradient.unsqueeze(1)
+    return inputs[:, :-1], gradient[:, :-1]  # the last token predicts nothing
+
+
+def _summed_loss(model: nn.Module, data: list[Tensor]) -> Tensor:
+    if len(data) == 2:
+        return F.cross_entropy(model(data[0]), data[1], reduction="sum")
+    logits = model(input_ids=data[0], use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), data[0][:, 1:].flatten(), reduction="sum")
 
 
 def _gradients(model: nn.Module, data: list[Tensor]) -> Tensor:

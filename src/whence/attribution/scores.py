@@ -113,6 +113,8 @@ def part_of_minute(flops: float, multiple: int = 1) -> int:
 def directions(chains: Sequence[ParamVector], gradients: ParamVector | None) -> ParamVector:
     """One block: all queries of the first chain, of the second, …, and the gradients for the baseline."""
     blocks = [*chains] if gradients is None else [*chains, gradients]
+    if len(blocks) == 1:  # as large as all queries' gradients, so not copied
+        return blocks[0]
     tensors = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
     return ParamVector(tensors, columns=sum(block.columns or 1 for block in blocks))
 

@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
+from whence.backward import pulled_back
 from whence.errors import ModelError
 from whence.model.network import Network
 from whence.tasks import Batch
@@ -31,6 +32,9 @@ __all__ = ["Call", "ExampleGradients", "Matrix", "Passed", "matrices"]
 
 #: Products of a number that could be taken in the time of writing it and reading it again.
 _MOVING = 100
+#: Bytes that examples' gradients of one parameter may take. What is larger than 32 MB comes from the kernel, zeroed,
+#: every time anew (glibc), which takes as long as computing it.
+_AT_ONCE = 16 * 2**20
 #: What gradients by layers may be off by from those of the whole model, on two examples.
 _CLOSE = 0.01
 
@@ -274,6 +278,12 @@ class ExampleGradients:
         self._modules = {key: pair for key, pair in self._modules.items() if not self._all_missing(pair[1])}
         self.missing = {name: self.missing[name] for name in network.parameters if name in self.missing}
 
+    @property
+    def at_once(self) -> int:
+        """Examples whose gradients of any one parameter are few enough to be held together."""
+        largest = max(p.numel() * max(p.element_size(), 4) for p in self.network.parameters.values())
+        return max(1, _AT_ONCE // largest)
+
     def _all_missing(self, names: Mapping[str, str]) -> bool:
         return all(name in self.missing for name in names.values())
 
@@ -384,7 +394,7 @@ class ExampleGradients:
         wanted: list[Any] = [*(edge for _, _, edge in seen.calls), *(leaves[name] for name in rest)]
         for number, cotangent in enumerate(cotangents):
             more = number < len(cotangents) - 1
-            found = _gradients(outputs, wanted, cotangent.to(outputs.dtype), keep_graph=more)
+            found = _gradients(outputs, wanted, cotangent, keep_graph=more)
             calls: dict[str, list[tuple[Call, str]]] = {}
             for (key, inputs, _), gradient in zip(seen.calls, found, strict=False):
                 if gradient is None:
@@ -468,10 +478,7 @@ def _gradients(
     """What autograd says; None for all where nothing is wanted, or nothing depends on it."""
     if not wanted or not outputs.requires_grad:
         return [None] * len(wanted)
-    found: Sequence[Tensor | None] = torch.autograd.grad(
-        outputs, wanted, cotangent, allow_unused=True, retain_graph=keep_graph
-    )
-    return found
+    return pulled_back(outputs, wanted, cotangent, keep_graph=keep_graph)
 
 
 # --- modules -------------------------------------------------------------------------------------------------

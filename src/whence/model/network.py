@@ -10,13 +10,14 @@ parameters, so whatever is said of scalar damping holds for it. Solvers and scor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from whence.backward import pulled_back, seeded
 from whence.errors import OptionError
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
@@ -136,7 +137,10 @@ class Network:
         dimensions in ``cotangents`` than in ``outputs``, it is a block.
         """
         if cotangents.ndim > outputs.ndim:
-            self._pull_back_block(outputs, leaves, cotangents, receive, keep_graph)
+            gradients = pulled_back(outputs, list(leaves.values()), cotangents, keep_graph=keep_graph)
+            for name, gradient in zip(leaves, gradients, strict=True):
+                if gradient is not None:
+                    receive(name, self.scaled(name, gradient))
             return
 
         def hand_over(name: str, leaf: Tensor) -> None:
@@ -149,35 +153,11 @@ class Network:
             for name, leaf in leaves.items()
         ]
         try:
-            torch.autograd.backward(
-                outputs,
-                cotangents.to(outputs.dtype),
-                inputs=list(leaves.values()),
-                retain_graph=keep_graph,
-            )
+            number = seeded(outputs, cotangents)
+            torch.autograd.backward(number, inputs=list(leaves.values()), retain_graph=keep_graph)
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _pull_back_block(
-        self,
-        outputs: Tensor,
-        leaves: Mapping[str, Tensor],
-        cotangents: Tensor,
-        receive: Receiver,
-        keep_graph: bool,
-    ) -> None:
-        gradients: Sequence[Tensor | None] = torch.autograd.grad(
-            outputs,
-            list(leaves.values()),
-            cotangents.to(outputs.dtype),
-            is_grads_batched=True,
-            allow_unused=True,
-            retain_graph=keep_graph,
-        )
-        for name, gradient in zip(leaves, gradients, strict=True):
-            if gradient is not None:
-                receive(name, self.scaled(name, gradient))
 
 
 def _slots(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:

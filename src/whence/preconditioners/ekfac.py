@@ -308,8 +308,7 @@ class _Measured:
         self.layers = gnh.example_gradients()
         self.matrices = matrices(gnh.network)
         self.scales = {matrix: _side_scales(matrix, gnh) for matrix in self.matrices}
-        largest = max(p.numel() for p in gnh.network.parameters.values())
-        self.size = int(min(max(ACTIVATION_BUDGET // (8 * largest), 1), gnh.micro_batch, draws.at_once))
+        self.size = min(self.layers.at_once, gnh.micro_batch, draws.at_once)
 
     def factors(self, positions: Tensor, generator: torch.Generator) -> tuple[KroneckerBlock, ...]:
         """The blocks, from these examples."""

@@ -121,7 +121,11 @@ def layer_products(
                 if gradient is not None:
                     flat = network.scaled(name, gradient).flatten(1)
                     total.add_(rows.flatten(1) @ flat.T)
-                    squares.add_(torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square_())
+                    # a few at a time, since they are copied into float64
+                    lengths = [
+                        torch.linalg.vector_norm(few, dim=1, dtype=total.dtype) for few in flat.split(64)
+                    ]
+                    squares.add_(torch.cat(lengths).square_())
                 continue
             products = passed.products(name, network.scaled(name, rows))
             if products is not None:

@@ -24,8 +24,6 @@ __all__ = ["Method", "Scorer"]
 
 #: Random directions that the lengths of gradients are estimated from, where no gradient is computed.
 _PROBES = 8
-#: Bytes that the gradients of one parameter may take, of all examples of a batch.
-_GRADIENTS_AT_ONCE = 64 * 2**20
 Method = Literal["auto", "directional", "layers", "gradients"]
 
 
@@ -104,8 +102,9 @@ class Scorer:
             )
         if not missing:
             self._costs["layers"] = self.work.layers(self._count, norms=norms)
-        largest = max(t.numel() * t.element_size() for t in gnh.network.parameters.values())
-        self._at_once = int(max(1, min(gnh.micro_batch, _GRADIENTS_AT_ONCE // largest)))
+        # without lengths, most layers need no gradients for their products
+        held = gnh.example_gradients().at_once * (1 if norms else 4) if "layers" in self._costs else 1
+        self._at_once = min(gnh.micro_batch, held)
         #: ``"directional"``, ``"layers"`` or ``"gradients"``.
         self.method: str = min(self._costs, key=self._costs.__getitem__) if method == "auto" else method
         self._derivatives: DirectionalDerivatives | None = None

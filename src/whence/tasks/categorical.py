@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from whence.backward import pulled_back
 from whence.errors import DataError, ModelError
 from whence.tasks.base import Batch, Task
 
@@ -101,12 +102,8 @@ class CategoricalTask(Task):
         tangents = tangents - tangents.gather(-1, likeliest)
         with torch.enable_grad():
             logits = outputs.detach().to(dtype).requires_grad_()
-            (product,) = torch.autograd.grad(
-                logits.softmax(-1),
-                logits,
-                tangents.to(dtype),
-                is_grads_batched=tangents.ndim > outputs.ndim,
-            )
+            (product,) = pulled_back(logits.softmax(-1), [logits], tangents)
+        assert product is not None
         ignored = batch.targets == IGNORED
         return product.masked_fill_(ignored.unsqueeze(-1), 0.0) if bool(ignored.any()) else product
 

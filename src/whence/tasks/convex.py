@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from whence.backward import pulled_back
 from whence.errors import ModelError
 from whence.tasks.base import Batch, Task
 
@@ -61,5 +62,5 @@ class ConvexLoss(Task):
             (gradient,) = torch.autograd.grad(self.loss(point, batch.targets).sum(), point, create_graph=True)
             if not gradient.requires_grad:  # a loss that is linear in the outputs has no curvature
                 return torch.zeros_like(outputs)
-            (product,) = torch.autograd.grad(gradient, point, tangents.to(gradient.dtype), allow_unused=True)
+            (product,) = pulled_back(gradient, [point], tangents)
         return torch.zeros_like(outputs) if product is None else product
