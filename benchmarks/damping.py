@@ -34,8 +34,8 @@ from whence.validation import Outcomes
 
 DIRECTORY = RESULTS / "damping"
 SEED = 1000
-#: Queries that language models are asked: a product's cost is theirs.
-FEWER = {"llama": 5, "gpt2": 5}
+#: Queries that dear works are asked: a product costs as much as there are columns.
+FEWER = {"llama": 5, "gpt2": 5, "cifar10-cnn": 10}
 #: λ in units of a part of λmax, and of 1/τ or √v.
 KAPPAS = [float(k) for k in np.logspace(-0.5, 3.5, 17)]
 TIMES = [float(c) for c in np.logspace(-1, 2.5, 15)]
