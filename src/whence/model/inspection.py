@@ -10,17 +10,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from whence.errors import DataError, ModelError
-from whence.model.exact import dual_forward
 from whence.model.network import Network
 from whence.tasks import Batch
 
 __all__ = [
     "check_determinism",
-    "check_evaluation_mode",
     "check_finite",
+    "check_mode",
     "check_outputs",
     "fitting_micro_batch",
-    "why_forward_mode_fails",
 ]
 
 #: What a tensor may take of a CPU's cache.
@@ -28,8 +26,8 @@ _CACHE = 8 * 2**20
 _LARGEST_MICRO_BATCH = 1024
 
 
-def check_evaluation_mode(model: nn.Module) -> None:
-    """Refuse a model, or a layer of it, in training mode."""
+def check_mode(model: nn.Module) -> None:
+    """Refuse a model, or a layer of it, in training mode, scripted or compiled."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model must be a torch.nn.Module, got a {type(model).__name__}")
     if model.training:
@@ -37,11 +35,32 @@ def check_evaluation_mode(model: nn.Module) -> None:
             "the model is in training mode, where its outputs may be random. Call model.eval() first"
         )
     for name, module in model.named_modules():
+        _check_plain(name, module)
         if module.training and isinstance(module, (_DropoutNd, _BatchNorm)):
             raise ModelError(
                 f"the layer {name!r} ({type(module).__name__}) is in training mode although the model is not. "
                 "Call model.eval() on the whole model"
             )
+
+
+def _check_plain(name: str, module: nn.Module) -> None:
+    """Refuse code that reads its parameters in a way of its own: derivatives rest on swapping them."""
+    where = f"the layer {name!r}" if name else "the model"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelError(
+            f"{where} is TorchScript, which does not see that its parameters are replaced: products would be zero. "
+            "Give the Python module that it was made from"
+        )
+    if type(module).__name__ == "OptimizedModule":
+        raise ModelError(
+            f"{where} was compiled by torch.compile, whose code has no forward-mode derivatives and does not see small "
+            "changes of its parameters. Give the module that it was made from (model._orig_mod)"
+        )
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise ModelError(
+            f"{where} was compiled in place by its compile() method, whose code does not see small changes of its "
+            "parameters. Load the model again, and do not compile it"
+        )
 
 
 def check_outputs(network: Network, batch: Batch) -> int:
@@ -56,6 +75,7 @@ def check_outputs(network: Network, batch: Batch) -> int:
             "the model's outputs carry no gradient of the selected parameters: the parameters are not used, or "
             "forward runs under torch.no_grad(). Select others, or remove no_grad"
         )
+    _check_swapped(network, outputs)
     outputs = outputs.detach()
     network.task.check(outputs, batch)
     check_finite(outputs)
@@ -65,6 +85,19 @@ def check_outputs(network: Network, batch: Batch) -> int:
             "Evaluate the model on its training data first"
         )
     return int(outputs.shape[-1])
+
+
+def _check_swapped(network: Network, outputs: Tensor) -> None:
+    """Refuse a model that reached its own parameters where others were put in their place."""
+    own = torch.autograd.grad(
+        outputs.sum(), list(network.parameters.values()), allow_unused=True, retain_graph=True
+    )
+    missed = [name for name, found in zip(network.parameters, own, strict=True) if found is not None]
+    if missed:
+        raise ModelError(
+            f"the model reads {missed[0]!r} from a copy of its own, kept outside of its modules (a list, a closure, "
+            "scripted code), so its derivatives cannot be taken. Read parameters through their modules in forward"
+        )
 
 
 def _outputs_with_graph(network: Network, batch: Batch) -> Tensor:
@@ -127,7 +160,8 @@ def fitting_micro_batch(network: Network, pilot: Batch, *, memory: int) -> int:
 
 def _activation_bytes(network: Network, batch: Batch) -> tuple[int, int]:
     """Bytes that autograd keeps for the backward pass over this batch, parameters not counted; those of the largest."""
-    own = {p.untyped_storage().data_ptr() for p in network.model.parameters()}
+    everything = network.constants() | network.leaves()
+    own = {t.untyped_storage().data_ptr() for t in (*network.model.parameters(), *everything.values())}
     seen: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -137,17 +171,6 @@ def _activation_bytes(network: Network, batch: Batch) -> tuple[int, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        outputs = network.outputs(batch, network.leaves())
+        outputs = network.outputs(batch, everything)
     last = outputs.numel() * outputs.element_size()
     return sum(seen.values()) + last, max([last, *seen.values()])
-
-
-def why_forward_mode_fails(network: Network, batch: Batch) -> str | None:
-    """None where one dual-number pass works, else the first line of what it said."""
-    direction = network.zeros()
-    try:
-        dual_forward(network, batch, direction)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        lines = str(error).strip().splitlines()
-        return lines[0] if lines else type(error).__name__
-    return None
