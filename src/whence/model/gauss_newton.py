@@ -24,6 +24,7 @@ from whence.model.data import TermSet
 from whence.model.exact import block_tangents, dual_forward
 from whence.model.finite_difference import FiniteDifferences, StepMemory
 from whence.model.inspection import (
+    check_convexity,
     check_determinism,
     check_finite,
     check_mode,
@@ -44,6 +45,7 @@ __all__ = ["GaussNewton", "SampledGaussNewton"]
 #: Activations kept for the backward pass, and tangents of a block, may take about this much memory each.
 ACTIVATION_BUDGET = 512 * 2**20
 _EXAMPLES_CHECKED = 512
+_CURVATURES_CHECKED = 64
 #: More columns than this go over fewer examples at once.
 _WIDE = 8
 
@@ -103,6 +105,8 @@ class GaussNewton(LinearOperator):
         self.terms.expect_outputs(check_outputs(self.network, pilot))
         self.terms.look_through(_EXAMPLES_CHECKED)
         check_determinism(self.network, pilot)
+        if not task.known_convex:
+            check_convexity(self.network, self.terms.batches(self.terms.spread(_CURVATURES_CHECKED), 2))
         self.micro_batch = micro_batch or fitting_micro_batch(self.network, pilot, memory=ACTIVATION_BUDGET)
         self._differences: FiniteDifferences | None = None
         self._example_gradients: ExampleGradients | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from whence.model.network import Network
 from whence.tasks import Batch
 
 __all__ = [
+    "check_convexity",
     "check_determinism",
     "check_finite",
     "check_mode",
@@ -24,6 +26,8 @@ __all__ = [
 #: What a tensor may take of a CPU's cache.
 _CACHE = 8 * 2**20
 _LARGEST_MICRO_BATCH = 1024
+#: Directions in which the curvature of a loss is looked at, for every example.
+_DIRECTIONS = 4
 
 
 def check_mode(model: nn.Module) -> None:
@@ -79,12 +83,14 @@ def check_outputs(network: Network, batch: Batch) -> int:
     outputs = outputs.detach()
     network.task.check(outputs, batch)
     check_finite(outputs)
+    with torch.no_grad():
+        network.task.check_model(network.outputs, outputs, batch)
     if not bool(torch.isfinite(network.task.losses(outputs, batch)).all()):
         raise ModelError(
             "the loss is NaN or infinite on the first examples: the model's weights or the data are broken. "
             "Evaluate the model on its training data first"
         )
-    return int(outputs.shape[-1])
+    return int(outputs.shape[-1]) if outputs.ndim > 1 else 1
 
 
 def _check_swapped(network: Network, outputs: Tensor) -> None:
@@ -123,6 +129,30 @@ def check_finite(outputs: Tensor) -> None:
         raise ModelError(
             "the model's outputs hold NaN or infinity on a batch of the data. Check the weights and the inputs; "
             "a half-precision model may have overflowed"
+        )
+
+
+def check_convexity(network: Network, batches: Iterable[Batch]) -> None:
+    """Refuse a loss with a negative second derivative on any of these examples, or with none on all of them."""
+    found, random = [], torch.Generator(network.device).manual_seed(0)
+    for batch in batches:
+        with torch.no_grad():
+            outputs = network.outputs(batch)
+        shape = (_DIRECTIONS, *outputs.shape)
+        tangents = torch.randn(shape, generator=random, device=outputs.device, dtype=outputs.dtype)
+        product = network.task.hessian_product(outputs, tangents, batch)
+        found.append((tangents * product).reshape(_DIRECTIONS, batch.size, -1).sum(2).flatten().double())
+    values = torch.cat(found)
+    if not bool(values.any()):
+        raise ModelError(
+            f"the loss has no curvature: its second derivatives in the outputs are zero on all of "
+            f"{len(values) // _DIRECTIONS} examples, and so is the Gauss-Newton Hessian. Use a loss that is curved: "
+            "the square, or the logarithm of the hyperbolic cosine, in place of the absolute value"
+        )
+    if float(values.min()) < -1e-4 * float(values.abs().max()):
+        raise ModelError(
+            f"the loss is not convex in the outputs: a second derivative along a random direction is "
+            f"{float(values.min()):.3g}. The Gauss-Newton Hessian needs a convex loss"
         )
 
 
