@@ -257,7 +257,7 @@ def test_clamping_is_held(bound: Callable[[torch.Tensor], torch.Tensor]) -> None
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.linear(x)
-            edge = self.edge(x) + 1e-5 * (-1) ** torch.arange(4)  # numbers on both sides of the bound, near it
+            edge = self.edge(x) + 1e-5 * (-1) ** torch.arange(4)  # on both sides of the bound, near it
             return bound(h - edge) + h.square()
 
     model, data = Clamped().eval(), vectors(torch.float32)

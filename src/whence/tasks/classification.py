@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from whence.errors import DataError
 from whence.tasks.base import Batch
 from whence.tasks.categorical import IGNORED, CategoricalTask
@@ -31,16 +29,13 @@ class Classification(CategoricalTask):
         tensor([2.1972, 1.0986])
     """
 
-    def check(self, outputs: Tensor, batch: Batch) -> None:
+    def check_targets(self, batch: Batch, width: int | None) -> None:
         if batch.targets.ndim > 1:
             raise DataError(
                 f"labels have shape {tuple(batch.targets.shape)}; Classification reads one for each example. Use "
                 "TokenClassification for one at every token, LanguageModeling or MaskedLanguageModeling for tokens "
                 "themselves, BinaryClassification for several yes-or-no labels"
             )
-        super().check(outputs, batch)
-
-    def check_targets(self, batch: Batch, width: int | None) -> None:
         super().check_targets(batch, width)
         ignored = (batch.targets == IGNORED).nonzero()
         if len(ignored):  # every example is a term here, so an ignored one would be counted all the same
