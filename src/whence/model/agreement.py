@@ -46,18 +46,18 @@ def disagreement(network: Network, batch: Batch, tangent: Callable[[ParamVector]
     gradient = network.zeros()
     spread = gradient.randn_like(torch.Generator(network.device).manual_seed(0))
     directions = (gradient, spread)
-    pulled = torch.zeros(len(directions), _PROBES, dtype=torch.float64)
+    pulled = torch.zeros(len(directions), _PROBES, dtype=torch.float64, device=network.device)
     network.pull_back(outputs, leaves, _probe(0, like), adding_to(gradient, 1.0), keep_graph=True)
-    pulled[:, 0] = torch.stack([gradient.dot(v).cpu() for v in directions])
+    pulled[:, 0] = torch.stack([gradient.dot(v) for v in directions])
     for k in range(1, _PROBES):
 
         def receive(name: str, part: Tensor, k: int = k) -> None:
             for row, direction in enumerate(directions):
-                pulled[row, k] += float(part.flatten().double() @ direction[name].flatten().double())
+                pulled[row, k] += torch.dot(part.flatten(), direction[name].flatten())
 
         network.pull_back(outputs, leaves, _probe(k, like), receive, keep_graph=k < _PROBES - 1)
     del outputs, leaves
-    return max(_relative_error(tangent(v), row) for v, row in zip(directions, pulled, strict=True))
+    return max(_relative_error(tangent(v), row) for v, row in zip(directions, pulled.cpu(), strict=True))
 
 
 def _relative_error(t: Tensor, pulled: Tensor) -> float:
