@@ -22,7 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from reproduction.finding import Profile
 from whence.errors import OptionError
-from whence.model.gauss_newton import GaussNewton, Product
+from whence.model.choice import Product
+from whence.model.gauss_newton import GaussNewton
 from whence.sources import Labels, Problem
 from whence.tasks import Classification, LanguageModeling, Task
 from whence.tasks.categorical import IGNORED

@@ -70,7 +70,7 @@ def dense_gauss_newton(gnh: GaussNewton) -> Dense:
     total, terms = None, 0
     for example in gnh.terms.data:
         rows, outputs, batch = jacobian(gnh, example)
-        logits = outputs.reshape(-1, outputs.shape[-1])
+        logits = outputs.reshape(-1, outputs.shape[-1]).to(rows.dtype)
         targets = batch.targets.reshape(-1)
         rows = rows.reshape(*logits.shape, -1)
         for position in range(len(logits)):

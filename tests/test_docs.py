@@ -13,6 +13,7 @@ from torch import nn
 import whence
 from whence.cli.inputs import InputOptions
 from whence.options import CleanOptions, Options
+from zoo import ARCHITECTURES, CASES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -80,6 +81,37 @@ def test_the_walk_is_the_stack_of_a_forward_pass():
     train = [(torch.randn(4), i % 3) for i in range(60)]
     whence.attribute(model, train, train[:2], task=whence.Classification(), solver="cg")
     assert tuple(told) in seen
+
+
+def test_examples_of_tasks_run():
+    page = (ROOT / "docs/data.md").read_text()
+    (example,) = re.findall(r"(?ms)^```python\n(.*?)^```", page)
+    found: dict[str, object] = {}
+    exec(example, found)
+    for name in ("squared", "robust"):
+        assert found[name].scores.shape == (2, 80)
+
+
+def test_every_architecture_of_the_zoo_is_named():
+    page = re.sub(r"\s+", " ", (ROOT / "docs/data.md").read_text())
+    told = re.search(r"Compared with dense float64 matrices .*?parametrizations\.", page)[0].lower()
+    names = {
+        "resnet": "resnet",
+        "attention": "attention of pytorch",
+        "mlp": "mlps",
+        "convnet": "convolutional",
+    }
+    names |= {"gptneox": "gpt-neox", "lstm": "lstms", "parametrized": "parametrizations", "gpt2": "gpt-2"}
+    names |= {"qwen2": "qwen 2", "qwen3": "2 and 3", "gemma2": "gemma 2", "gemma3": "gemma 2 and 3"}
+    names |= {
+        "mamba": "mamba 1",
+        "mamba2": "mamba 1 and 2",
+        "phi3": "phi-3",
+        "t5 classifier": "t5 (classification",
+    }
+    names |= {"bert, masked": "masked)", "bert, tokens": "(sequences, tokens"}
+    missing = [case.name for case in CASES + ARCHITECTURES if names.get(case.name, case.name) not in told]
+    assert missing == []
 
 
 @pytest.mark.parametrize("options", [InputOptions, Options, CleanOptions], ids=lambda cls: cls.__name__)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,9 @@ from torch import nn
 
 from dense import dense_gauss_newton, per_example_matrices, relative_error, widen
 from whence import Classification, Dense, GaussNewton, LanguageModeling, ParamVector, Regression
+from whence.errors import ModelError
+from whence.model.agreement import TOLERATED, disagreement
+from whence.model.exact import tangent_only
 from whence.model.sampled import SampledGaussNewton
 from zoo import CASES, HUGGING_FACE, PLAIN, Case, sequences, vectors
 
@@ -195,22 +200,190 @@ def test_holding_the_kinks_is_what_makes_relu_accurate(monkeypatch: pytest.Monke
     assert relative_error(free, expected) >= 5 * relative_error(held, expected)
 
 
+class Chooser(nn.Module):
+    """A router whose two best experts are nearly tied on every example, so that any step crosses."""
+
+    def __init__(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.choose = nn.Linear(6, 3), choose
+        self.experts = nn.Parameter(torch.randn(3, 4, 6))
+        with torch.no_grad():
+            self.router.weight[1] = self.router.weight[0]
+            self.router.bias.copy_(torch.tensor([9.0, 9.0 + 1e-5, 0.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.choose(self.router(x))
+        return torch.einsum("noi,ni->no", self.experts[chosen.long()], x) + self.router(x).mean(
+            1, keepdim=True
+        )
+
+
+CHOICES = {
+    "topk": lambda h: h.topk(1).indices[:, 0],
+    "topk along another dimension": lambda h: h.T.topk(1, 0).indices[0],
+    "sort": lambda h: h.sort(descending=True).indices[:, 0],
+    "stable sort": lambda h: h.argsort(dim=1, descending=True, stable=True)[:, 0],
+    "max": lambda h: h.max(1).indices,
+    "argmax": lambda h: h.argmax(1),
+    "comparison": lambda h: h[:, 1] > h[:, 0],
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_a_router_chose_is_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = Chooser(CHOICES[name]).eval(), vectors(torch.float32)
+    exact = GaussNewton(model, Classification(), data, product="exact")
+    vector = exact.zeros().randn_like(torch.Generator().manual_seed(1))
+    held = GaussNewton(model, Classification(), data, product="finite-difference")
+    assert relative_error(held.matvec(vector), exact.matvec(vector)) <= 1e-3
+    monkeypatch.setattr("whence.model.kinks._KINKED", {})
+    with pytest.raises(ModelError, match=r"backward pass disagree by \d.*the model jumps.*product='exact'"):
+        GaussNewton(model, Classification(), data, product="finite-difference")
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [lambda h: h.clamp(min=0), lambda h: h.clamp(-9, 0), lambda h: h.clamp_min(0), lambda h: h.clamp_max(0)],
+    ids=["min", "both", "clamp_min", "clamp_max"],
+)
+def test_clamping_is_held(bound: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear, self.edge = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+            self.edge.load_state_dict(self.linear.state_dict())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x)
+            edge = self.edge(x) + 1e-5 * (-1) ** torch.arange(4)  # on both sides of the bound, near it
+            return bound(h - edge) + h.square()
+
+    model, data = Clamped().eval(), vectors(torch.float32)
+    exact, differences = (GaussNewton(model, Classification(), data, product=product) for product in PRODUCTS)
+    vector = exact.zeros().randn_like(torch.Generator().manual_seed(1))
+    assert relative_error(differences.matvec(vector), exact.matvec(vector)) <= 1e-3
+
+
+def test_a_model_that_does_other_operations_elsewhere_has_no_differences() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.start = nn.Linear(6, 4), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x)
+            self.start = self.linear.bias.detach().clone() if self.start is None else self.start
+            return h.relu() if torch.equal(self.start, self.linear.bias) else h.clamp_min(0)
+
+    with pytest.raises(
+        ModelError, match=r"other operations at other parameters.*clamp_min.*relu.*product='exact'"
+    ):
+        GaussNewton(Branching().eval(), Classification(), vectors(torch.float32), product="finite-difference")
+
+
+# --- derivatives that disagree ---------------------------------------------------------------------------------
+
+
+class Cut(nn.Module):
+    """Gradients stop where finite differences go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).detach())
+
+
+class WrongTangent(torch.autograd.Function):
+    """Twice the input, whose forward-mode derivative says three times."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return 3 * tangent
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return WrongTangent.apply(self.linear(x))
+
+
+def test_finite_differences_through_a_detach_are_refused() -> None:
+    data = vectors(torch.float32)
+    assert GaussNewton(Cut().eval(), Classification(), data).product == "exact"
+    with pytest.raises(ModelError, match=r"disagree by \d.*\(asked for\).*detach"):
+        GaussNewton(Cut().eval(), Classification(), data, product="finite-difference")
+
+
+def test_forward_mode_that_disagrees_with_the_backward_pass_is_not_used() -> None:
+    data = vectors(torch.float32)
+    with pytest.raises(ModelError, match=r"forward-mode derivatives .* disagree by \d.*'finite-difference'"):
+        GaussNewton(Doubled().eval(), Classification(), data, product="exact")
+    gnh = GaussNewton(Doubled().eval(), Classification(), data)
+    assert gnh.product == "finite-difference"
+    assert "it disagrees with the backward pass by" in gnh.product_reason
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_right_derivatives_agree_far_below_what_is_tolerated(case: Case, dtype: torch.dtype) -> None:
+    gnh = GaussNewton(case.model(dtype), case.task, case.data(dtype))
+    network, pilot = gnh.network, gnh.terms.fetch(gnh.terms.longest(2))
+    differences = gnh.differences(pilot)
+    base = differences.base(pilot, graph=False)
+    assert disagreement(network, pilot, lambda v: tangent_only(network, pilot, v)[1]) <= 1e-5
+    assert disagreement(network, pilot, lambda v: differences.tangent(base, pilot, v)) <= TOLERATED / 20
+
+
+# --- low precision -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [PLAIN[0], PLAIN[1], *HUGGING_FACE[:3]], ids=lambda case: case.name)
-def test_bfloat16_models_are_perturbed_in_float32(case: Case) -> None:
-    """Against the dense matrix of the same rounded weights, backward passes in bfloat16 allowed for."""
-    rounded = case.model(torch.bfloat16)
+def test_low_precision_models_are_computed_in_float32(case: Case, dtype: torch.dtype, product: str) -> None:
+    """Against the dense matrix of the same rounded weights; a filter leaves others to be widened as constants."""
+    rounded = case.model(dtype)
     wide = case.model(torch.float64)
     wide.load_state_dict({n: t.double() for n, t in rounded.state_dict().items()})
-    exact = GaussNewton(wide, case.task, case.data(torch.float64))
     before = {n: t.clone() for n, t in rounded.state_dict().items()}
-    gnh = GaussNewton(rounded, case.task, case.data(torch.bfloat16), product="finite-difference")
-    vector = exact.zeros().randn_like(torch.Generator().manual_seed(2))
-    expected = exact.quadratic_form(vector)
-    assert gnh.zeros()[next(iter(gnh.zeros()))].dtype == torch.float32
-    # The quadratic form has no backward pass: its tangent is the float32 one.
-    assert abs(float(gnh.quadratic_form(narrow(vector)) / expected) - 1) <= 0.05
-    assert relative_error(gnh.matvec(narrow(vector)), exact.matvec(vector)) <= 0.1
+    some = [name for name, _ in rounded.named_parameters()][1:]
+    for params in (None, some):
+        data = [  # of the same numbers, in inputs too
+            tuple(t.double() if isinstance(t, torch.Tensor) else t for t in row)
+            if isinstance(row, tuple)
+            else row
+            for row in case.data(dtype)
+        ]
+        exact = GaussNewton(wide, case.task, data, params=params)
+        gnh = GaussNewton(rounded, case.task, case.data(dtype), params=params, product=product)
+        vector = exact.zeros().randn_like(torch.Generator().manual_seed(2))
+        assert {t.dtype for t in gnh.zeros().values()} == {torch.float32}
+        found = gnh.quadratic_form(narrow(vector)) / exact.quadratic_form(vector)
+        assert abs(float(found) - 1) <= 2e-3
+        assert relative_error(gnh.matvec(narrow(vector)), exact.matvec(vector)) <= 1e-3
+        query = case.data(dtype)[:1]
+        assert relative_error(gnh.gradients(query), exact.gradients(data[:1])) <= 1e-4
     assert all(torch.equal(before[n], t) for n, t in rounded.state_dict().items())
+    assert {p.dtype for p in rounded.parameters()} == {dtype}
 
 
 # --- sampling --------------------------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""Models, tasks and data that products are tested on, small enough for a dense float64 Hessian."""
+"""Models, tasks and data that products are tested on, small enough for a dense float64 Hessian.
+
+`CASES` go through every test of products; `ARCHITECTURES` are compared with their dense matrices once
+(test_architectures.py). docs/data.md names them all.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from whence import Classification, LanguageModeling
+from whence import (
+    Classification,
+    LanguageModeling,
+    MaskedLanguageModeling,
+    SequenceToSequence,
+    TokenClassification,
+)
 from whence.tasks import Task
 
 VOCABULARY = 17
@@ -28,6 +38,8 @@ class Case:
         with torch.no_grad():  # untrained logits are near zero and hide errors; sharpen the last layers
             for parameter in model.parameters():
                 parameter.mul_(1.5)
+        if dtype == torch.float64 and getattr(model, "_can_set_experts_implementation", bool)():
+            model.set_experts_implementation("eager")  # the fused kernel has no float64
         return model.to(dtype).eval()
 
 
@@ -44,6 +56,40 @@ def sequences(dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
 
 def labelled_sequences(dtype: torch.dtype) -> list[dict[str, Any]]:
     return [{"input_ids": row["input_ids"], "labels": i % 3} for i, row in enumerate(sequences(dtype))]
+
+
+def masked_sequences(dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    """Every third token is masked by the last of the vocabulary, and asked for."""
+    rows = []
+    for shift, row in enumerate(sequences(dtype)):
+        tokens = row["input_ids"]
+        masked = (torch.arange(len(tokens)) + shift) % 3 == 0
+        rows.append(
+            {
+                "input_ids": tokens.masked_fill(masked, VOCABULARY - 1),
+                "labels": tokens.masked_fill(~masked, -100),
+            }
+        )
+    return rows
+
+
+def tagged_sequences(dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"] % 3} for row in sequences(dtype)]
+    rows[1]["labels"][0] = -100
+    return rows
+
+
+def answered_sequences(dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    """Answers of two lengths: the first tokens backwards."""
+    found = enumerate(row["input_ids"] for row in sequences(dtype))
+    return [{"input_ids": tokens, "labels": tokens[: 2 + i % 2].flip(0)} for i, tokens in found]
+
+
+def ended_sequences(dtype: torch.dtype) -> list[dict[str, Any]]:
+    """One end of sequence in each, which T5's classifier looks at."""
+    rows = labelled_sequences(dtype)
+    end = torch.ones(1, dtype=torch.long)
+    return [row | {"input_ids": torch.cat([row["input_ids"].clamp_min(3), end])} for row in rows]
 
 
 def images(dtype: torch.dtype) -> list[tuple[torch.Tensor, int]]:
@@ -159,3 +205,166 @@ HUGGING_FACE = [
     Case("resnet", _resnet, Classification(), pixel_values),
 ]
 CASES = PLAIN + HUGGING_FACE
+
+
+# --- more architectures ----------------------------------------------------------------------------------
+
+_SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+_TINY = {
+    "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 12, "max_position_embeddings": 16, "initializer_range": 0.3,
+}  # fmt: skip
+_GROUPED = {**_TINY, **_SPECIAL, "num_key_value_heads": 1, "head_dim": 4}
+_EXPERTS = {**_GROUPED, "intermediate_size": 4, "num_experts_per_tok": 2}
+_SHARED = {"moe_intermediate_size": 4, "shared_expert_intermediate_size": 4}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_GEMMA = {**_GROUPED, "query_pre_attn_scalar": 4, "sliding_window": 16}
+_STATES = {"vocab_size": VOCABULARY, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, **_SPECIAL}
+_T5 = {
+    "vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2,
+    "relative_attention_num_buckets": 4, "decoder_start_token_id": 2, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+_CLASSES = {"num_labels": 4, "initializer_range": 0.3}
+
+
+def _hugging_face(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        return getattr(transformers, model)(getattr(transformers, f"{config}Config")(**settings))
+
+    return build
+
+
+def _causal(name: str, model: str, settings: dict[str, Any], config: str = "", **more: Any) -> Case:
+    build = _hugging_face(f"{model}ForCausalLM", config or model, **{**settings, **more})
+    return Case(name, build, LanguageModeling(), sequences)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which keeps its weights in a list of its own as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.lstm = nn.LSTM(6, 5, num_layers=2, batch_first=True)
+        self.head = nn.Linear(5, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.embed(tokens))[0])
+
+
+def parametrized() -> nn.Module:
+    parametrizations = nn.utils.parametrizations
+    return nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(6, 9)), nn.Tanh(),
+        parametrizations.orthogonal(nn.Linear(9, 9)), nn.Tanh(),
+        parametrizations.spectral_norm(nn.Linear(9, 4)),
+    )  # fmt: skip
+
+
+class LowRank(nn.Module):
+    """Low-rank adapters as LoRA adds them to frozen layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = mlp().requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 10, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base[1:](self.base[0](x) + 0.5 * self.up(self.down(x)))
+
+
+ARCHITECTURES = [
+    _causal("gemma2", "Gemma2", _GEMMA),
+    _causal("gemma3", "Gemma3", _GEMMA, "Gemma3Text"),
+    _causal("phi3", "Phi3", {k: v for k, v in _GROUPED.items() if k != "head_dim"}),
+    _causal("falcon", "Falcon", {k: _TINY[k] for k in list(_TINY)[:4]}, **_SPECIAL, initializer_range=0.3),
+    _causal("qwen3", "Qwen3", _GROUPED),
+    _causal("mamba", "Mamba", _STATES, initializer_range=0.3),
+    _causal("mamba2", "Mamba2", _STATES, num_heads=2, head_dim=8, n_groups=1, chunk_size=4),
+    _causal("rwkv", "Rwkv", {k: v for k, v in _STATES.items() if k != "state_size"}, context_length=16),
+    _causal("mixtral", "Mixtral", _EXPERTS, num_local_experts=3),
+    # a padding token's embedding is zero, where a first layer that normalises it has derivatives of a million
+    _causal("gpt-oss", "GptOss", _EXPERTS, num_local_experts=3, pad_token_id=None, rope_parameters=_ROPE),
+    _causal("qwen2-moe", "Qwen2Moe", _EXPERTS, num_experts=3, **_SHARED),
+    Case("lstm", Recurrent, LanguageModeling(), sequences),
+    Case("parametrized", parametrized, Classification(), vectors),
+    Case("low-rank adapters", LowRank, Classification(), vectors),
+    Case(
+        "vit",
+        _hugging_face(
+            "ViTForImageClassification", "ViT", hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=12, image_size=12, patch_size=4, **_CLASSES,
+        ),
+        Classification(),
+        pixel_values,
+    ),
+    Case(
+        "swin",
+        _hugging_face(
+            "SwinForImageClassification", "Swin", image_size=12, patch_size=3, embed_dim=4, depths=[1, 1],
+            num_heads=[1, 2], window_size=2, **_CLASSES,
+        ),
+        Classification(),
+        pixel_values,
+    ),
+    Case(
+        "convnext",
+        _hugging_face(
+            "ConvNextForImageClassification", "ConvNext", patch_size=3, num_stages=2, hidden_sizes=[4, 6],
+            depths=[1, 1], layer_scale_init_value=0.5, **_CLASSES,
+        ),
+        Classification(),
+        pixel_values,
+    ),
+    Case(
+        "modernbert",
+        _hugging_face(
+            "ModernBertForSequenceClassification", "ModernBert", num_labels=3, global_attn_every_n_layers=2,
+            local_attention=4, cls_token_id=0, sep_token_id=1, **_TINY, **_SPECIAL,
+        ),
+        Classification(),
+        labelled_sequences,
+    ),
+    Case(
+        "deberta-v2",
+        _hugging_face(
+            "DebertaV2ForSequenceClassification", "DebertaV2", num_labels=3, relative_attention=True,
+            pos_att_type=["p2c", "c2p"], position_buckets=4, share_att_key=True, pad_token_id=2, **_TINY,
+        ),
+        Classification(),
+        labelled_sequences,
+    ),
+    Case(
+        "t5 classifier",
+        _hugging_face("T5ForSequenceClassification", "T5", num_labels=3, **_T5),
+        Classification(),
+        ended_sequences,
+    ),
+    Case(
+        "t5", _hugging_face("T5ForConditionalGeneration", "T5", **_T5), SequenceToSequence(), answered_sequences
+    ),
+    Case(
+        "bart",
+        _hugging_face(
+            "BartForConditionalGeneration", "Bart", vocab_size=VOCABULARY, d_model=8, encoder_layers=1,
+            decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=12,
+            decoder_ffn_dim=12, max_position_embeddings=16, init_std=0.3, decoder_start_token_id=1, **_SPECIAL,
+        ),
+        SequenceToSequence(label_smoothing=0.1),
+        answered_sequences,
+    ),
+    Case(
+        "bert, masked",
+        _hugging_face("BertForMaskedLM", "Bert", **_TINY),
+        MaskedLanguageModeling(),
+        masked_sequences,
+    ),
+    Case(
+        "bert, tokens",
+        _hugging_face("BertForTokenClassification", "Bert", num_labels=3, **_TINY),
+        TokenClassification(),
+        tagged_sequences,
+    ),
+]  # fmt: skip

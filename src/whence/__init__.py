@@ -26,13 +26,24 @@ from whence.scoring.similarity import gradient_similarity, influence_similarity
 from whence.solvers import Certificate, ConjugateGradient, Lissa, Solution, Solver, Statistics
 from whence.solvers.plan import Plan
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum, lanczos, sketch
-from whence.tasks import Classification, ConvexLoss, LanguageModeling, Regression, Task
+from whence.tasks import (
+    BinaryClassification,
+    Classification,
+    ConvexLoss,
+    LanguageModeling,
+    MaskedLanguageModeling,
+    Regression,
+    SequenceToSequence,
+    Task,
+    TokenClassification,
+)
 from whence.training import Training
 from whence.validation import Tuning, linear_datamodeling_score, pbrf, tune, validate
 from whence.vectors import ParamVector
 
 __all__ = [
     "Attribution",
+    "BinaryClassification",
     "Certificate",
     "Classification",
     "CleanOptions",
@@ -48,15 +59,18 @@ __all__ = [
     "LanguageModeling",
     "LinearOperator",
     "Lissa",
+    "MaskedLanguageModeling",
     "Options",
     "ParamVector",
     "Plan",
     "Regression",
+    "SequenceToSequence",
     "Solution",
     "Solver",
     "Spectrum",
     "Statistics",
     "Task",
+    "TokenClassification",
     "Training",
     "Tuning",
     "attribute",

@@ -51,6 +51,9 @@ def exhibit_of(
             return Exhibit(
                 id=str(index), text="".join(words), tokens=tuple(words), label=_name(per_token, class_names)
             )
+        if len(per_token) != len(ids):  # an answer, which an encoder-decoder gives to these tokens
+            answer = [_decode(tokenizer, token) for token in per_token.tolist() if token != -100]
+            return Exhibit(id=str(index), prompt="".join(words), text="".join(answer), tokens=tuple(answer))
         asked = (per_token != -100).tolist()
         start = asked.index(True) if True in asked else 0
         return Exhibit(

@@ -81,7 +81,7 @@ def operator_identity(gnh: GaussNewton) -> dict[str, str]:
     names = list(gnh.network.parameters)
     return {
         "model": f"{type(gnh.network.model).__name__} {of_model(gnh.network.model)}",
-        "task": type(gnh.task).__name__,
+        "task": repr(gnh.task).removesuffix("()"),
         "train": f"{len(gnh.terms)} examples {of_data(gnh.terms.data)}",
         "params": f"{len(names)} tensors, {gnh.num_parameters} parameters {of_value(names)}",
     }

@@ -27,12 +27,31 @@ from whence.sources import (
 )
 from whence.sources.candidates import Shortlist, bm25, from_ids, tfidf
 from whence.sources.images import Images
-from whence.tasks import Classification, LanguageModeling, Task
+from whence.tasks import (
+    BinaryClassification,
+    Classification,
+    LanguageModeling,
+    MaskedLanguageModeling,
+    Regression,
+    SequenceToSequence,
+    Task,
+    TokenClassification,
+)
 from whence.training import Training
 
 __all__ = ["Command", "InputOptions", "Inputs"]
 
 _DEFAULT_PASSAGE = 512
+#: What --task may be.
+_TASKS: dict[str, type[Task]] = {
+    "classification": Classification,
+    "language-modeling": LanguageModeling,
+    "binary-classification": BinaryClassification,
+    "regression": Regression,
+    "token-classification": TokenClassification,
+    "masked-language-modeling": MaskedLanguageModeling,
+    "sequence-to-sequence": SequenceToSequence,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +77,11 @@ class InputOptions:
     candidates: str | None = option(
         None, "Score only a shortlist: bm25:K or tfidf:K (the K nearest to each query), or a file of ids."
     )
-    task: str | None = option(None, "classification or language-modeling, where the model does not tell.")
+    task: str | None = option(
+        None,
+        "Where the model does not tell: classification or language-modeling; of a function that brings its data also "
+        "binary-classification, regression, token-classification, masked-language-modeling, sequence-to-sequence.",
+    )
     params: list[str] = field(
         default_factory=list,
         metadata={
@@ -116,11 +139,10 @@ class Inputs:
     @cached_property
     def task(self) -> Task:
         """What the outputs mean: from the model, or as the options say."""
-        named = {"classification": Classification, "language-modeling": LanguageModeling}
         if self.options.task is not None:
-            if self.options.task not in named:
-                raise OptionError(f"--task is {self.options.task!r}; it must be one of {', '.join(named)}")
-            return named[self.options.task]()
+            if self.options.task not in _TASKS:
+                raise OptionError(f"--task is {self.options.task!r}; it must be one of {', '.join(_TASKS)}")
+            return _TASKS[self.options.task]()
         if self.problem.task is None:
             raise OptionError(
                 "what the model's outputs mean cannot be told; say --task classification or language-modeling, or "
@@ -250,6 +272,11 @@ class Inputs:
 
     def _classified(self, path: str, labels: Labels | None) -> Examples:
         options, problem = self.options, self.problem
+        if not isinstance(self.task, Classification):
+            raise OptionError(
+                f"files are read for classification and language modelling, not for {type(self.task).__name__}; have "
+                "the function return a whence.sources.Problem with train and queries"
+            )
         found: ClassifiedTexts | Images
         if problem.kind == "text-classifier":
             found = ClassifiedTexts(

@@ -155,9 +155,12 @@ class TermSet:
 
     def look_through(self, count: int) -> None:
         """Read up to ``count`` examples, spread over the data, for the errors that reading raises."""
-        spread = torch.linspace(0, len(self) - 1, min(count, len(self)), dtype=torch.float64).long()
-        for _ in self.batches(spread, 64):
+        for _ in self.batches(self.spread(count), 64):
             pass
+
+    def spread(self, count: int) -> Tensor:
+        """Positions of up to ``count`` examples, spread over the data."""
+        return torch.linspace(0, len(self) - 1, min(count, len(self)), dtype=torch.float64).long()
 
     def longest(self, count: int) -> Tensor:
         """Positions of the ``count`` examples with the most terms: the ones that need most memory."""

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 
+from whence.model.grouped import PlainGroups
 from whence.model.network import Network
 from whence.tasks import Batch
 from whence.vectors import ParamVector
@@ -28,7 +29,7 @@ def dual_forward(
     network: Network, batch: Batch, vector: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Outputs with their graph, the leaves of that graph, and the tangent ``J u``."""
-    with _dual_numbers(cut_tangent_graph=True):
+    with _dual_numbers(network, cut_tangent_graph=True):
         # The dual tensors are the leaves themselves: were they made from leaves, every layer's gradient would
         # wait for the end of the backward pass before it could be handed over.
         leaves = {name: dual.requires_grad_() for name, dual in _duals(network, vector).items()}
@@ -38,14 +39,14 @@ def dual_forward(
 
 def tangent_only(network: Network, batch: Batch, vector: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Outputs and tangent ``J u`` without any graph: what a quadratic form needs."""
-    with torch.no_grad(), _dual_numbers(cut_tangent_graph=False):
+    with torch.no_grad(), _dual_numbers(network, cut_tangent_graph=False):
         outputs, tangent = forward_ad.unpack_dual(network.outputs(batch, _duals(network, vector)))
     return outputs, _or_zeros(tangent, outputs)
 
 
 def block_tangents(network: Network, batch: Batch, block: ParamVector) -> Tensor:
     """``J u`` for every column, ``[k, *outputs]``, the columns vectorised over one pass."""
-    plain = {name: p.detach() for name, p in network.parameters.items()}
+    plain = network.values()
     tangents = {name: network.scaled(name, block[name]).to(plain[name].dtype) for name in plain}
 
     def one(direction: dict[str, Tensor]) -> Tensor:
@@ -53,7 +54,7 @@ def block_tangents(network: Network, batch: Batch, block: ParamVector) -> Tensor
         assert isinstance(tangent, Tensor)
         return tangent
 
-    with torch.no_grad(), _forward_mode_friendly():
+    with torch.no_grad(), _forward_mode_friendly(network):
         result = torch.func.vmap(one)(tangents)
     assert isinstance(result, Tensor)
     return result
@@ -61,8 +62,8 @@ def block_tangents(network: Network, batch: Batch, block: ParamVector) -> Tensor
 
 def _duals(network: Network, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
-        name: forward_ad.make_dual(parameter.detach(), network.scaled(name, vector[name]).to(parameter.dtype))
-        for name, parameter in network.parameters.items()
+        name: forward_ad.make_dual(value, network.scaled(name, vector[name]).to(value.dtype))
+        for name, value in network.values().items()
     }
 
 
@@ -71,20 +72,22 @@ def _or_zeros(tangent: Tensor | None, outputs: Tensor) -> Tensor:
 
 
 @contextmanager
-def _dual_numbers(*, cut_tangent_graph: bool) -> Iterator[None]:
+def _dual_numbers(network: Network, *, cut_tangent_graph: bool) -> Iterator[None]:
     # Autograd would also record how tangents are computed, which nobody differentiates: twice the memory,
     # and time to fault it in. Detaching tangents after every module keeps only the primal graph.
     hook = register_module_forward_hook(_detach_tangent) if cut_tangent_graph else nullcontext()
-    with forward_ad.dual_level(), _forward_mode_friendly(), hook:
+    with forward_ad.dual_level(), _forward_mode_friendly(network), hook:
         yield
 
 
 @contextmanager
-def _forward_mode_friendly() -> Iterator[None]:
-    # Fused attention kernels have no forward-mode derivative; the reference implementations have.
+def _forward_mode_friendly(network: Network) -> Iterator[None]:
+    # Fused kernels of attention and of experts have no forward-mode derivative; plain implementations have.
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    with sdpa_kernel(SDPBackend.MATH), register_module_forward_hook(_hold_padding), warnings.catch_warnings():
+    experts = PlainGroups() if network.may_group else nullcontext()
+    padding = register_module_forward_hook(_hold_padding)
+    with sdpa_kernel(SDPBackend.MATH), experts, padding, warnings.catch_warnings():
         # vmap over an operation without a batching rule loops over it: slower, not wrong.
         warnings.filterwarnings("ignore", message="There is a performance drop")
         # torch warns of a deprecation inside itself when it first loads its forward-mode rules.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from whence.model.kinks import HoldKinks, RecordKinks
-from whence.model.network import Network
+from whence.model.network import Network, widened
 from whence.model.perturbation import ParameterUses, observe_uses, perturbed
 from whence.tasks import Batch
 from whence.vectors import ParamVector
@@ -69,18 +69,13 @@ class FiniteDifferences:
 
     def __init__(self, network: Network, batch: Batch) -> None:
         self.network = network
-        model = network.model
         # A low-precision model is perturbed in float32, or δu would be rounded away. The float32 layers then
         # need float32 everywhere, so all its tensors are swapped, not only the selected ones.
-        self._wide = torch.float32 if network.low_precision else None
-        everything: dict[str, Tensor] = dict(network.parameters)
-        if self._wide is not None:
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
-                    everything.setdefault(name, tensor)
-        self._tensors = everything
+        self._tensors: dict[str, Tensor] = {**network.parameters, **network.narrow_rest}
         with torch.no_grad(), RecordKinks() as recorder:
-            self._uses: ParameterUses = observe_uses(model, everything, lambda: network.outputs(batch))
+            self._uses: ParameterUses = observe_uses(
+                network.model, self._tensors, lambda: network.as_it_is(batch)
+            )
         self._kinked = bool(recorder.patterns)
         first = next(iter(network.parameters.values()))
         self._precision = torch.finfo(torch.promote_types(first.dtype, torch.float32)).eps
@@ -112,17 +107,13 @@ class FiniteDifferences:
     ) -> Tensor:
         """``J u``: central differences, or one-sided where a sign is given.
 
-        The first product is central in any case, to measure curvature; so are those of a low-precision
-        model, whose own ``h(θ)`` is too coarse to subtract.
+        The first product is central in any case, to measure curvature.
         """
         norm = float(ParamVector(dict(vector)).norm())
         if norm == 0.0:
             return torch.zeros_like(base.outputs)
         origin = base.outputs.detach()
-        if self._wide is not None:
-            batch = batch.to(origin.device, self._wide)
-            origin = self._outputs_at(0.0, base, batch, vector)
-        if sign is not None and self.curvature is not None and self._wide is None:
+        if sign is not None and self.curvature is not None:
             ahead, step = self._ahead(sign, origin, base, batch, vector, norm)
             return ahead.sub_(origin).div_(sign * step)
         return self._central(origin, base, batch, vector, norm)
@@ -150,8 +141,6 @@ class FiniteDifferences:
         """
         self.memory, step = calibration
         kinks = self.base(batch, graph=False) if self._kinked else BaseForward(torch.empty(0))
-        if self._wide is not None:
-            batch = batch.to(self.network.device, self._wide)
         for attempt in range(_MAX_CORRECTIONS):
             ahead = self._outputs_at(step, kinks, batch, vector)
             behind = self._outputs_at(-step, kinks, batch, vector)
@@ -267,7 +256,7 @@ class FiniteDifferences:
         self, delta: float, base: BaseForward, batch: Batch, vector: Mapping[str, Tensor]
     ) -> Tensor:
         def value(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-            wide = tensor if self._wide is None else tensor.to(self._wide)
+            wide = widened(tensor)
             if name not in vector:
                 return wide
             moved = wide.add(self.network.scaled(name, vector[name]), alpha=delta)
@@ -277,7 +266,7 @@ class FiniteDifferences:
 
         held = HoldKinks(base.patterns) if base.patterns else nullcontext()
         with perturbed(self._tensors, self._uses, value), held:
-            return self.network.outputs(batch)
+            return self.network.as_it_is(batch.map(widened) if self.network.low_precision else batch)
 
 
 def _some(outputs: Tensor) -> Tensor:

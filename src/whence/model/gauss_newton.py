@@ -13,22 +13,23 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from whence.errors import DataError, ModelError, OptionError
+from whence.errors import DataError, OptionError
+from whence.model.choice import Product, choose_product
 from whence.model.data import TermSet
 from whence.model.exact import block_tangents, dual_forward
 from whence.model.finite_difference import FiniteDifferences, StepMemory
 from whence.model.inspection import (
+    check_convexity,
     check_determinism,
-    check_evaluation_mode,
     check_finite,
+    check_mode,
     check_outputs,
     fitting_micro_batch,
-    why_forward_mode_fails,
 )
 from whence.model.layers import ExampleGradients
 from whence.model.network import Network, Receiver, adding_to
@@ -41,11 +42,10 @@ from whence.vectors import ParamVector
 
 __all__ = ["GaussNewton", "SampledGaussNewton"]
 
-Product = Literal["auto", "exact", "finite-difference"]
-
 #: Activations kept for the backward pass, and tangents of a block, may take about this much memory each.
 ACTIVATION_BUDGET = 512 * 2**20
 _EXAMPLES_CHECKED = 512
+_CURVATURES_CHECKED = 64
 #: More columns than this go over fewer examples at once.
 _WIDE = 8
 
@@ -63,7 +63,8 @@ class GaussNewton(LinearOperator):
         params: which parameters: a predicate on names or glob patterns; all trainable ones by default.
         product: ``"exact"`` (dual numbers), ``"finite-difference"`` (forwards only), or ``"auto"``: exact
             where the model supports forward-mode differentiation, found out by trying. `product` and
-            `product_reason` say which it is and why.
+            `product_reason` say which it is and why. Either is compared with the backward pass on the
+            longest examples, and refused where they disagree.
         micro_batch: examples per pass; by default as many as keep activations near half a gibibyte.
         metric: the diagonal of D, where damping is to be λD: vectors are then in the coordinates ``D^(1/2)u``, in which
             ``H + λ`` stands for ``H + λD``; see `whence.model.network`.
@@ -96,7 +97,7 @@ class GaussNewton(LinearOperator):
             raise OptionError(f"micro_batch is {micro_batch}; it must be at least 1")
         if not isinstance(task, Task):
             raise OptionError(f"task must be a Task such as Classification(), got {task!r}")
-        check_evaluation_mode(model)
+        check_mode(model)
         self.network = Network(model, task, select_parameters(model, params), metric)
         self.task = task
         self.terms = TermSet(data, task, self.network.device)
@@ -104,28 +105,15 @@ class GaussNewton(LinearOperator):
         self.terms.expect_outputs(check_outputs(self.network, pilot))
         self.terms.look_through(_EXAMPLES_CHECKED)
         check_determinism(self.network, pilot)
+        if not task.known_convex:
+            check_convexity(self.network, self.terms.batches(self.terms.spread(_CURVATURES_CHECKED), 2))
         self.micro_batch = micro_batch or fitting_micro_batch(self.network, pilot, memory=ACTIVATION_BUDGET)
         self._differences: FiniteDifferences | None = None
         self._example_gradients: ExampleGradients | None = None
         self._vectorised: bool | None = None  # whether columns can be vectorised: found out by trying
         #: Why the columns of a block are looped over, where they are.
         self.loop_reason: str | None = None
-        self.product, self.product_reason = self._choose_product(product, pilot)
-
-    # --- construction ------------------------------------------------------------------------------------
-
-    def _choose_product(self, product: Product, pilot: Batch) -> tuple[str, str]:
-        if product == "finite-difference":
-            return product, "asked for"
-        reason = why_forward_mode_fails(self.network, pilot)
-        if reason is None:
-            return "exact", "asked for" if product == "exact" else "the model supports forward-mode AD"
-        if product == "exact":
-            raise ModelError(
-                f"exact products need forward-mode differentiation, which fails in this model: {reason}. "
-                "Use product='finite-difference' (or 'auto'), or load the model with eager attention"
-            )
-        return "finite-difference", f"forward-mode AD fails in this model: {reason}"
+        self.product, self.product_reason = choose_product(self.network, pilot, product)
 
     def __repr__(self) -> str:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,26 +11,27 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from whence.errors import DataError, ModelError
-from whence.model.exact import dual_forward
 from whence.model.network import Network
 from whence.tasks import Batch
 
 __all__ = [
+    "check_convexity",
     "check_determinism",
-    "check_evaluation_mode",
     "check_finite",
+    "check_mode",
     "check_outputs",
     "fitting_micro_batch",
-    "why_forward_mode_fails",
 ]
 
 #: What a tensor may take of a CPU's cache.
 _CACHE = 8 * 2**20
 _LARGEST_MICRO_BATCH = 1024
+#: Directions in which the curvature of a loss is looked at, for every example.
+_DIRECTIONS = 4
 
 
-def check_evaluation_mode(model: nn.Module) -> None:
-    """Refuse a model, or a layer of it, in training mode."""
+def check_mode(model: nn.Module) -> None:
+    """Refuse a model, or a layer of it, in training mode, scripted or compiled."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model must be a torch.nn.Module, got a {type(model).__name__}")
     if model.training:
@@ -37,11 +39,32 @@ def check_evaluation_mode(model: nn.Module) -> None:
             "the model is in training mode, where its outputs may be random. Call model.eval() first"
         )
     for name, module in model.named_modules():
+        _check_plain(name, module)
         if module.training and isinstance(module, (_DropoutNd, _BatchNorm)):
             raise ModelError(
                 f"the layer {name!r} ({type(module).__name__}) is in training mode although the model is not. "
                 "Call model.eval() on the whole model"
             )
+
+
+def _check_plain(name: str, module: nn.Module) -> None:
+    """Refuse code that reads its parameters in a way of its own: derivatives rest on swapping them."""
+    where = f"the layer {name!r}" if name else "the model"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelError(
+            f"{where} is TorchScript, which does not see that its parameters are replaced: products would be zero. "
+            "Give the Python module that it was made from"
+        )
+    if type(module).__name__ == "OptimizedModule":
+        raise ModelError(
+            f"{where} was compiled by torch.compile, whose code has no forward-mode derivatives and does not see small "
+            "changes of its parameters. Give the module that it was made from (model._orig_mod)"
+        )
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise ModelError(
+            f"{where} was compiled in place by its compile() method, whose code does not see small changes of its "
+            "parameters. Load the model again, and do not compile it"
+        )
 
 
 def check_outputs(network: Network, batch: Batch) -> int:
@@ -56,15 +79,31 @@ def check_outputs(network: Network, batch: Batch) -> int:
             "the model's outputs carry no gradient of the selected parameters: the parameters are not used, or "
             "forward runs under torch.no_grad(). Select others, or remove no_grad"
         )
+    _check_swapped(network, outputs)
     outputs = outputs.detach()
     network.task.check(outputs, batch)
     check_finite(outputs)
+    with torch.no_grad():
+        network.task.check_model(network.outputs, outputs, batch)
     if not bool(torch.isfinite(network.task.losses(outputs, batch)).all()):
         raise ModelError(
             "the loss is NaN or infinite on the first examples: the model's weights or the data are broken. "
             "Evaluate the model on its training data first"
         )
-    return int(outputs.shape[-1])
+    return int(outputs.shape[-1]) if outputs.ndim > 1 else 1
+
+
+def _check_swapped(network: Network, outputs: Tensor) -> None:
+    """Refuse a model that reached its own parameters where others were put in their place."""
+    own = torch.autograd.grad(
+        outputs.sum(), list(network.parameters.values()), allow_unused=True, retain_graph=True
+    )
+    missed = [name for name, found in zip(network.parameters, own, strict=True) if found is not None]
+    if missed:
+        raise ModelError(
+            f"the model reads {missed[0]!r} from a copy of its own, kept outside of its modules (a list, a closure, "
+            "scripted code), so its derivatives cannot be taken. Read parameters through their modules in forward"
+        )
 
 
 def _outputs_with_graph(network: Network, batch: Batch) -> Tensor:
@@ -90,6 +129,30 @@ def check_finite(outputs: Tensor) -> None:
         raise ModelError(
             "the model's outputs hold NaN or infinity on a batch of the data. Check the weights and the inputs; "
             "a half-precision model may have overflowed"
+        )
+
+
+def check_convexity(network: Network, batches: Iterable[Batch]) -> None:
+    """Refuse a loss with a negative second derivative on any of these examples, or with none on all of them."""
+    found, random = [], torch.Generator(network.device).manual_seed(0)
+    for batch in batches:
+        with torch.no_grad():
+            outputs = network.outputs(batch)
+        shape = (_DIRECTIONS, *outputs.shape)
+        tangents = torch.randn(shape, generator=random, device=outputs.device, dtype=outputs.dtype)
+        product = network.task.hessian_product(outputs, tangents, batch)
+        found.append((tangents * product).reshape(_DIRECTIONS, batch.size, -1).sum(2).flatten().double())
+    values = torch.cat(found)
+    if not bool(values.any()):
+        raise ModelError(
+            f"the loss has no curvature: its second derivatives in the outputs are zero on all of "
+            f"{len(values) // _DIRECTIONS} examples, and so is the Gauss-Newton Hessian. Use a loss that is curved: "
+            "the square, or the logarithm of the hyperbolic cosine, in place of the absolute value"
+        )
+    if float(values.min()) < -1e-4 * float(values.abs().max()):
+        raise ModelError(
+            f"the loss is not convex in the outputs: a second derivative along a random direction is "
+            f"{float(values.min()):.3g}. The Gauss-Newton Hessian needs a convex loss"
         )
 
 
@@ -127,7 +190,8 @@ def fitting_micro_batch(network: Network, pilot: Batch, *, memory: int) -> int:
 
 def _activation_bytes(network: Network, batch: Batch) -> tuple[int, int]:
     """Bytes that autograd keeps for the backward pass over this batch, parameters not counted; those of the largest."""
-    own = {p.untyped_storage().data_ptr() for p in network.model.parameters()}
+    everything = network.constants() | network.leaves()
+    own = {t.untyped_storage().data_ptr() for t in (*network.model.parameters(), *everything.values())}
     seen: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -137,17 +201,6 @@ def _activation_bytes(network: Network, batch: Batch) -> tuple[int, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        outputs = network.outputs(batch, network.leaves())
+        outputs = network.outputs(batch, everything)
     last = outputs.numel() * outputs.element_size()
     return sum(seen.values()) + last, max([last, *seen.values()])
-
-
-def why_forward_mode_fails(network: Network, batch: Batch) -> str | None:
-    """None where one dual-number pass works, else the first line of what it said."""
-    direction = network.zeros()
-    try:
-        dual_forward(network, batch, direction)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        lines = str(error).strip().splitlines()
-        return lines[0] if lines else type(error).__name__
-    return None

@@ -200,15 +200,16 @@ class Call:
 
     def _by_itself(self, kind: str) -> Tensor:
         """By differentiating the layer alone, on every example."""
-        module, own = self.module, _parameter(self.module, kind).detach()
+        module = self.module
+        everything = {name: _wide(p.detach()) for name, p in module.named_parameters()}
 
         def of_one(given: Tensor, gradient: Tensor) -> Tensor:
             def run(parameter: Tensor) -> Tensor:
-                result = functional_call(module, {kind: parameter}, (given.unsqueeze(0),))
+                result = functional_call(module, everything | {kind: parameter}, (given.unsqueeze(0),))
                 assert isinstance(result, Tensor)
                 return result.squeeze(0)
 
-            pull = vjp(run, own)[1]
+            pull = vjp(run, everything[kind])[1]
             (found,) = pull(gradient)
             assert isinstance(found, Tensor)
             return found

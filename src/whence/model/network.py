@@ -3,6 +3,9 @@
 Leaves are aliases of the parameters (they share storage and cost nothing), so gradients are taken without
 writing to the user's ``.grad``, and parameters that are not selected stay constants.
 
+A model in bfloat16 or float16 is computed in float32, at its parameters as they are: in fewer bits, tangents and sums
+lose what a solve is about. Every pass then makes a copy of the model in float32.
+
 With a metric D, vectors are in the coordinates ``φ = D^(1/2)θ``: tangents are ``D^(-1/2)`` times what comes in,
 gradients ``D^(-1/2)`` times what the backward pass gives. In these coordinates ``H + λ`` is ``H + λD`` of the
 parameters, so whatever is said of scalar damping holds for it. Solvers and scores know nothing of it.
@@ -19,10 +22,11 @@ from torch.func import functional_call
 
 from whence.backward import pulled_back, seeded
 from whence.errors import OptionError
+from whence.model.grouped import may_group
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
 
-__all__ = ["Network", "Receiver", "adding_to"]
+__all__ = ["Network", "Receiver", "adding_to", "widened"]
 
 #: Takes a parameter's name and its part of a product: ``[shape]``, or ``[k, shape]`` for a block.
 Receiver = Callable[[str, Tensor], None]
@@ -78,7 +82,13 @@ class Network:
         # Building the wrapper must not flip the model's mode: nn.Module starts in training mode.
         self._module = _TaskModule(model, task)
         self._module.training = False
-        self._slots = _slots(model, self.parameters)
+        #: Parameters and buffers that are not selected and have fewer bits than float32: widened beside those that are.
+        self.narrow_rest = {
+            name: tensor
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            if _narrow(tensor) and name not in self.parameters
+        }
+        self._slots = _slots(model, {**self.parameters, **self.narrow_rest})
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +97,12 @@ class Network:
     @cached_property
     def low_precision(self) -> bool:
         """Whether any floating-point parameter has fewer bits than float32."""
-        return any(p.is_floating_point() and p.element_size() < 4 for p in self.model.parameters())
+        return any(_narrow(p) for p in self.model.parameters())
+
+    @cached_property
+    def may_group(self) -> bool:
+        """Whether the model may use fused products of a stack of experts: what every operation is asked about then."""
+        return may_group(self.model)
 
     def zeros(self, columns: int | None = None) -> ParamVector:
         """Zero vector in parameter space, in float32 at least."""
@@ -106,21 +121,34 @@ class Network:
         """``D^(-1/2)`` times a parameter's part of a vector or of a gradient; itself without a metric."""
         return tensor if self._scale is None else tensor * self._scale[name].to(tensor.dtype)
 
+    def values(self) -> dict[str, Tensor]:
+        """The selected parameters, in float32 at least; aliases of the model's own where these are."""
+        return {name: widened(p.detach()) for name, p in self.parameters.items()}
+
+    def constants(self) -> dict[str, Tensor]:
+        """What else of a low-precision model has to be in float32 beside these; nothing for other models."""
+        return {name: widened(tensor.detach()) for name, tensor in self.narrow_rest.items()}
+
     def leaves(self) -> dict[str, Tensor]:
-        """Fresh aliases of the parameters that gradients can be taken with respect to."""
-        return {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
+        """The same as `values`, for gradients to be taken with respect to them."""
+        return {name: value.requires_grad_() for name, value in self.values().items()}
 
     def outputs(self, batch: Batch, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The outputs, with ``parameters`` in place of the model's own where given."""
-        if parameters is None:
-            return self.task.outputs(self.model, batch)
-        swapped = {
-            f"model.{slot}": tensor for name, tensor in parameters.items() for slot in self._slots[name]
-        }
+        """The outputs, with ``parameters`` in place of the model's own where given; in float32 at least."""
+        if parameters is None and not self.low_precision:
+            return self.as_it_is(batch)
+        tensors = self.values() if parameters is None else dict(parameters)
+        if self.low_precision:
+            tensors, batch = self.constants() | tensors, batch.map(widened)
+        swapped = {f"model.{slot}": tensor for name, tensor in tensors.items() for slot in self._slots[name]}
         # torch would tie weights by all their names, of which a module with two has each put back over the other
         result = functional_call(self._module, swapped, (batch,), tie_weights=False)
         assert isinstance(result, Tensor)
         return result
+
+    def as_it_is(self, batch: Batch) -> Tensor:
+        """The outputs of the model itself, with whatever its parameters hold at the moment."""
+        return self.task.outputs(self.model, batch)
 
     def pull_back(
         self,
@@ -160,12 +188,25 @@ class Network:
                 handle.remove()
 
 
-def _slots(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
-    """Where each parameter is kept: several places where it is tied, one of each module."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    found: dict[str, list[str]] = {name: [] for name in parameters}
+def _narrow(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In float32, where it has fewer bits."""
+    return tensor.float() if _narrow(tensor) else tensor
+
+
+def _slots(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Where each parameter or buffer is kept: several places where it is tied, one of each module."""
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    found: dict[str, list[str]] = {name: [] for name in tensors}
     for path, module in model.named_modules():  # each module once
-        for kind, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) in names:
-                found[names[id(parameter)]].append(f"{path}.{kind}" if path else kind)
+        own = (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for kind, tensor in own:
+            if id(tensor) in names:
+                found[names[id(tensor)]].append(f"{path}.{kind}" if path else kind)
     return found

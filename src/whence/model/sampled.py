@@ -118,7 +118,7 @@ def curvatures(
         found = []
         for _, outputs, tangent in tangents_of(parent, batch, vector, sign):
             curved = parent.curved(outputs, tangent, batch).mul_(tangent)
-            found.append(curved.flatten(1).sum(1, dtype=torch.float64).cpu())
+            found.append(curved.reshape(batch.size, -1).sum(1, dtype=torch.float64).cpu())
         assert batch.indices is not None  # fetched from the data
         yield batch.indices.cpu(), torch.stack(found)
 

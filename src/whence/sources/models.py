@@ -268,8 +268,9 @@ def _classification(config: Any, source: str) -> Task:
     kind = getattr(config, "problem_type", None)
     if kind not in (None, "single_label_classification") or config.num_labels < 2:
         raise ModelError(
-            f"{source} is a model for {kind or 'regression'}, with {config.num_labels} outputs; write a function "
-            "that returns a whence.sources.Problem with its task"
+            f"{source} is a model for {kind or 'regression'}, with {config.num_labels} outputs; write a function that "
+            "returns a whence.sources.Problem with its task (Regression, or BinaryClassification for several labels) "
+            "and data"
         )
     return Classification()
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from whence.errors import DataError, ModelError
 from whence.tasks.collate import stack_columns
 
-__all__ = ["Batch", "Task", "accepts"]
+__all__ = ["Batch", "Task", "accepts", "read_outputs", "without_cache"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,16 @@ class Task(ABC):
 
     #: Terms in every example, or None where it varies and the data have to be counted.
     terms_per_example: int | None = 1
+    #: Whether the loss is convex in the outputs by its formula; if not, that is looked at on some of the data.
+    known_convex = False
+
+    def settings(self) -> Mapping[str, object]:
+        """What differs from the defaults: tells a run of this task from one of another."""
+        return {}
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in self.settings().items())
+        return f"{type(self).__name__}({settings})"
 
     # --- data --------------------------------------------------------------------------------------------
 
@@ -117,6 +127,9 @@ class Task(ABC):
     def check(self, outputs: Tensor, batch: Batch) -> None:
         """Raise a typed error when the outputs cannot be read by this task, or do not fit the targets."""
 
+    def check_model(self, run: Callable[[Batch], Tensor], outputs: Tensor, batch: Batch) -> None:  # noqa: B027 (most can be read)
+        """Raise `ModelError` if the model is of another kind: ``run`` gives its outputs on other batches."""
+
     def check_targets(self, batch: Batch, width: int | None) -> None:  # noqa: B027 (most targets cannot be wrong)
         """Raise `DataError` on targets that ``width`` outputs (None: not known yet) cannot fit.
 
@@ -141,8 +154,12 @@ class Task(ABC):
         """
         with torch.enable_grad():
             leaf = outputs.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(self.losses(leaf, batch).sum(), leaf)
-        return torch.einsum("...c,...c->...", tangents.to(slope.dtype), slope.expand_as(tangents)).double()
+            losses = self.losses(leaf, batch)
+            (slope,) = torch.autograd.grad(losses.sum(), leaf)
+        rows = slope.reshape(*losses.shape, -1)  # an output for each term, or several
+        moved = tangents.to(slope.dtype).reshape(-1, *rows.shape)
+        found: Tensor = torch.linalg.vecdot(moved, rows).double()
+        return found if tangents.ndim > outputs.ndim else found[0]
 
     @abstractmethod
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
@@ -189,6 +206,11 @@ def accepts(model: nn.Module, name: str) -> bool:
     """Whether ``model.forward`` takes a keyword argument of this name."""
     parameters = inspect.signature(model.forward).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, and that a model which would keep keys and values for generating need not."""
+    return {**inputs, "use_cache": False} if accepts(model, "use_cache") else dict(inputs)
 
 
 def read_outputs(result: Any) -> Tensor:

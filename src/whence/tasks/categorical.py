@@ -3,6 +3,10 @@
 With ``p = softmax(h)``: ``ℓ = -log p_y``, ``S = Diag(p) - p pᵀ``, so ``S t = p ∘ (t - ⟨p, t⟩)``; and with
 ``ŷ ~ p``, ``r = p - e_ŷ`` has ``E[r rᵀ] = S``. All of it costs a few tensors of the logits' size.
 
+Classes may have weights w, and labels be smoothed by ε, as in `torch.nn.functional.cross_entropy`:
+
+    ℓ = -Σ_k q_k log p_k,   q = (1 - ε) w_y e_y + (ε/K) w,     S = m (Diag(p) - p pᵀ),   m = Σ_k q_k
+
 A model that is trained to the end is certain of nearly all its data. ``1 - p_y`` may be 1e-12 there, and is all that an
 example's gradient is made of; next to 1 it has no digits in float32. So nothing here subtracts a probability from 1, or
 two nearly equal numbers that are weighted by one: what the label's entry is, follows from those of all the others.
@@ -19,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whence.backward import pulled_back
-from whence.errors import DataError, ModelError
+from whence.errors import DataError, ModelError, OptionError
 from whence.tasks.base import Batch, Task
 
 __all__ = ["IGNORED", "CategoricalTask"]
@@ -32,7 +36,38 @@ _RESOLVED = 1e-25
 
 
 class CategoricalTask(Task):
-    """Cross-entropy of logits ``[..., K]`` against integer targets ``[...]``, `IGNORED` ones left out."""
+    """Cross-entropy of logits ``[..., K]`` against integer targets ``[...]``, `IGNORED` ones left out.
+
+    Args:
+        label_smoothing: ε, what of a label's weight is spread evenly over all classes.
+        class_weights: w, ``[K]``; by default 1 for each. Means are over terms, not over their weights.
+    """
+
+    known_convex = True
+
+    def __init__(
+        self, *, label_smoothing: float = 0.0, class_weights: Sequence[float] | Tensor | None = None
+    ) -> None:
+        if not 0 <= label_smoothing < 1:
+            raise OptionError(f"label_smoothing is {label_smoothing}; it must be at least 0 and less than 1")
+        self.label_smoothing = float(label_smoothing)
+        self.class_weights: Tensor | None = None
+        if class_weights is not None:
+            weights = torch.as_tensor(class_weights, dtype=torch.float64)
+            if (
+                weights.ndim != 1
+                or not bool((weights.isfinite() & (weights >= 0)).all())
+                or not bool(weights.any())
+            ):
+                raise OptionError(
+                    f"class_weights are {weights.tolist()}; give a finite number of at least 0 for each class"
+                )
+            self.class_weights = weights
+
+    def settings(self) -> Mapping[str, object]:
+        smoothed = {"label_smoothing": self.label_smoothing} if self.label_smoothing else {}
+        weighted = {} if self.class_weights is None else {"class_weights": self.class_weights.tolist()}
+        return {**smoothed, **weighted}
 
     def assemble(self, columns: Mapping[str, Tensor] | Sequence[Any]) -> Batch:
         batch = super().assemble(columns)
@@ -52,7 +87,17 @@ class CategoricalTask(Task):
                 f"targets must be integer class labels, got {targets.dtype}; "
                 "use Regression for real-valued targets"
             )
-        self.check_targets(batch, outputs.shape[-1])
+        classes = outputs.shape[-1]
+        if classes == 1:
+            raise ModelError(
+                f"the model has one output per term, of which a softmax is always 1; {type(self).__name__} needs two "
+                "classes or more. Use BinaryClassification or Regression"
+            )
+        if self.class_weights is not None and len(self.class_weights) != classes:
+            raise OptionError(
+                f"there are {len(self.class_weights)} class_weights for {classes} outputs; give one for each"
+            )
+        self.check_targets(batch, classes)
 
     def check_targets(self, batch: Batch, width: int | None) -> None:
         if width is None:
@@ -70,16 +115,47 @@ class CategoricalTask(Task):
         return min(1.0, super().output_scale(outputs))
 
     def losses(self, outputs: Tensor, batch: Batch) -> Tensor:
-        # -log p_y = log(1 + eᵃ), with a the log-odds of all other classes together against y. `F.cross_entropy` has the
-        # gradient p_y - 1; this one's is -Σ_{k≠y} p_k.
         if outputs.dtype in (torch.float16, torch.bfloat16):
             outputs = outputs.float()
+        losses = self._weighed(self._minus_log_probability(outputs, batch), batch)
+        if self.label_smoothing:
+            weights = self._weights(outputs)
+            spread = weights.mean() * outputs.logsumexp(-1) - outputs @ weights / outputs.shape[-1]
+            losses = losses + self.label_smoothing * spread.masked_fill(batch.targets == IGNORED, 0.0)
+        return losses
+
+    @staticmethod
+    def _minus_log_probability(outputs: Tensor, batch: Batch) -> Tensor:
+        # -log p_y = log(1 + eᵃ), with a the log-odds of all other classes together against y. `F.cross_entropy` has the
+        # gradient p_y - 1; this one's is -Σ_{k≠y} p_k.
         ignored = batch.targets == IGNORED
         labels = batch.targets.masked_fill(ignored, 0).unsqueeze(-1)
         others = outputs.scatter(-1, labels, -torch.inf).logsumexp(-1)
         against = others - outputs.gather(-1, labels).squeeze(-1)
         # beyond the threshold, the 1 is below float64's rounding
         return F.softplus(against, threshold=40.0).masked_fill(ignored, 0.0)
+
+    # --- weights and smoothing -------------------------------------------------------------------------------
+
+    def _weights(self, outputs: Tensor) -> Tensor:
+        """w, ``[K]``."""
+        if self.class_weights is None:
+            return torch.ones(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
+        return self.class_weights.to(outputs)
+
+    def _weighed(self, values: Tensor, batch: Batch) -> Tensor:
+        """A value of each term, times ``(1 - ε) w_y``."""
+        if self.class_weights is not None:
+            values = values * self.class_weights.to(values)[batch.targets.clamp_min(0)]
+        return values * (1 - self.label_smoothing) if self.label_smoothing else values
+
+    def _massed(self, values: Tensor, batch: Batch, dims: int = 0, power: float = 1.0) -> Tensor:
+        """Values of terms, with ``dims`` more dimensions each, times a power of m."""
+        if self.class_weights is None:
+            return values  # m = 1
+        mass = self._weighed(values.new_ones(batch.targets.shape), batch)
+        mass = (mass + self.label_smoothing * self.class_weights.to(values).mean()).pow(power)
+        return values * mass.reshape(*mass.shape, *(1,) * dims)
 
     def loss_derivatives(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         # ⟨p - e_y, t⟩ = Σ_{k≠y} p_k t_k - (Σ_{k≠y} p_k) t_y: where the model is nearly certain of y, ⟨p, t⟩ - t_y
@@ -91,8 +167,12 @@ class CategoricalTask(Task):
         tangents = tangents.to(dtype)
         expected = torch.linalg.vecdot(others, tangents).double()
         chosen = tangents.gather(-1, labels.expand(*tangents.shape[:-1], 1)).squeeze(-1)
-        derivatives: Tensor = (expected - others.sum(-1).double() * chosen).masked_fill_(ignored, 0.0)
-        return derivatives
+        derivatives = self._weighed(expected - others.sum(-1).double() * chosen, batch)
+        if self.label_smoothing:
+            weights = self._weights(others)
+            towards = outputs.detach().softmax(-1, dtype=dtype) * weights.mean() - weights / len(weights)
+            derivatives = derivatives + self.label_smoothing * torch.linalg.vecdot(towards, tangents).double()
+        return derivatives.masked_fill_(ignored, 0.0)
 
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         # S is the Jacobian of the softmax, so its fused derivative is the product: one pass over the logits. S sees no
@@ -105,12 +185,13 @@ class CategoricalTask(Task):
             (product,) = pulled_back(logits.softmax(-1), [logits], tangents)
         assert product is not None
         ignored = batch.targets == IGNORED
+        product = self._massed(product, batch, 1)
         return product.masked_fill_(ignored.unsqueeze(-1), 0.0) if bool(ignored.any()) else product
 
     def derivatives_beside(self, outputs: Tensor, tangents: Tensor, product: Tensor, batch: Batch) -> Tensor:
-        # (S t)_y = p_y (t_y - ⟨p, t⟩), so ⟨p - e_y, t⟩ = -(S t)_y / p_y: no further pass over the tangents
-        chance = torch.exp(-self.losses(outputs.detach(), batch))
-        if float(chance.min()) < _RESOLVED:
+        # (S t)_y = w_y p_y (t_y - ⟨p, t⟩), so w_y ⟨p - e_y, t⟩ = -(S t)_y / p_y: no further pass over the tangents
+        chance = torch.exp(-self._minus_log_probability(outputs.detach().to(product.dtype), batch))
+        if self.label_smoothing or float(chance.min()) < _RESOLVED:
             return super().derivatives_beside(outputs, tangents, product, batch)
         ignored = batch.targets == IGNORED
         labels = batch.targets.masked_fill(ignored, 0).unsqueeze(-1)
@@ -135,13 +216,13 @@ class CategoricalTask(Task):
             probabilities * torch.expm1(ratio.clamp_max(1.0)),
             (log_anchor + ratio).exp() - probabilities,
         )
-        return slope.masked_fill_((batch.targets == IGNORED).unsqueeze(-1), 0.0)
+        return self._massed(slope, batch, 1).masked_fill_((batch.targets == IGNORED).unsqueeze(-1), 0.0)
 
     def curvature(self, outputs: Tensor, batch: Batch) -> Tensor:
         # Tr S = 1 - ‖p‖² = Σ p(1 - p); the latter keeps its digits when the model is nearly certain.
         probabilities = self._masked_probabilities(outputs, batch)
         spread = torch.linalg.vecdot(probabilities, 1 - probabilities)
-        spread = spread.masked_fill_(batch.targets == IGNORED, 0.0)
+        spread = self._massed(spread, batch).masked_fill_(batch.targets == IGNORED, 0.0)
         total: Tensor = spread.reshape(batch.size, -1).sum(1)
         return total
 
@@ -154,7 +235,7 @@ class CategoricalTask(Task):
         uniform = torch.rand(len(rows), 1, generator=generator, device=generator.device).to(rows)
         drawn = (rows.cumsum(-1) < uniform).sum(-1).clamp_max(rows.shape[-1] - 1)
         rows[torch.arange(len(rows), device=rows.device)[valid], drawn[valid]] -= 1.0
-        return residual
+        return self._massed(residual, batch, 1, power=0.5)
 
     def num_terms(self, batch: Batch) -> Tensor:
         return (batch.targets != IGNORED).reshape(batch.size, -1).sum(1)

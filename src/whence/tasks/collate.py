@@ -13,7 +13,15 @@ from whence.errors import DataError
 __all__ = ["pad", "stack_columns", "stack_values"]
 
 #: Fields of token sequences that may be padded on the right, and with what.
-PADDING = {"input_ids": 0, "attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "labels": -100}
+PADDING = {
+    "input_ids": 0,
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    "position_ids": 0,
+    "decoder_input_ids": 0,  # on the right, where a decoder never looks
+    "decoder_attention_mask": 0,
+    "labels": -100,
+}
 
 
 def stack_columns(examples: Sequence[Any]) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from whence.errors import DataError
-from whence.tasks.base import Batch, accepts, read_outputs
+from whence.errors import DataError, ModelError
+from whence.tasks.base import Batch, accepts, read_outputs, without_cache
 from whence.tasks.categorical import IGNORED, CategoricalTask
 
-__all__ = ["LanguageModeling"]
+__all__ = ["LanguageModeling", "token_ids"]
+
+#: Outputs may differ by this part of their spread for other reasons than seeing later tokens.
+_SAME = 1e-3
 
 
 class LanguageModeling(CategoricalTask):
@@ -21,7 +25,10 @@ class LanguageModeling(CategoricalTask):
     Examples are dicts with ``input_ids``, and optionally ``attention_mask`` and ``labels`` (-100 where a
     token is not predicted; by default all but the first are), or plain sequences of token ids. Sequences of
     different lengths are padded on the right. As in Hugging Face models, ``labels`` are *not* shifted: the
-    task shifts them.
+    task shifts them. A model that sees later tokens is refused.
+
+    Args:
+        label_smoothing: ε, what of a label's weight is spread evenly over the vocabulary.
 
     Example:
         >>> task = LanguageModeling()
@@ -39,7 +46,7 @@ class LanguageModeling(CategoricalTask):
 
         Its `query_losses` is ``-(1/c) Σ_j log p(completion_j | prompt, completion_<j)``.
         """
-        prompt_ids, completion_ids = _token_ids(prompt).long(), _token_ids(completion).long()
+        prompt_ids, completion_ids = token_ids(prompt).long(), token_ids(completion).long()
         if prompt_ids.numel() == 0 or completion_ids.numel() == 0:
             raise DataError(
                 f"a query needs at least one prompt token and one completion token, got "
@@ -85,15 +92,32 @@ class LanguageModeling(CategoricalTask):
         return int(kept.sum())
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        inputs: dict[str, Any] = dict(batch.kwargs)
+        inputs = dict(batch.kwargs)
         # Padding is on the right, where a causal model never looks, so a model without a mask needs none.
         if "attention_mask" in inputs and not accepts(model, "attention_mask"):
             del inputs["attention_mask"]
-        if accepts(model, "use_cache"):
-            inputs["use_cache"] = False
+        inputs = without_cache(model, inputs)
         if not accepts(model, "input_ids"):
             return read_outputs(model(inputs.pop("input_ids"), **inputs))
         return read_outputs(model(**inputs))
+
+    def check_model(self, run: Callable[[Batch], Tensor], outputs: Tensor, batch: Batch) -> None:
+        """Refuse a model that sees the token it is asked to predict: change the last one, and look before it."""
+        tokens = batch.kwargs["input_ids"].clone()
+        real = batch.kwargs.get("attention_mask", torch.ones_like(tokens)) != 0
+        last = tokens.shape[1] - 1 - real.long().flip(1).argmax(1)
+        rows = torch.arange(len(tokens), device=tokens.device)
+        tokens[rows, last] = torch.where(tokens[rows, last] > 0, 0, 1)
+        changed = run(replace(batch, kwargs={**batch.kwargs, "input_ids": tokens}))
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        before = (places < last.unsqueeze(1)) & (batch.targets != IGNORED)
+        moved = (changed - outputs)[before].abs()
+        if moved.numel() and float(moved.max()) > _SAME * float(outputs[before].float().std()):
+            raise ModelError(
+                "the model is no causal language model: what it says at a token depends on later ones, so it has seen "
+                "what LanguageModeling asks for. Use MaskedLanguageModeling for a masked language model (BERT), "
+                "TokenClassification for labels of tokens"
+            )
 
     @staticmethod
     def _as_fields(example: Any) -> Mapping[str, Any]:
@@ -101,10 +125,10 @@ class LanguageModeling(CategoricalTask):
             if "input_ids" not in example:
                 raise DataError(f"an example has the fields {sorted(example)} but no 'input_ids'")
             return example
-        return {"input_ids": _token_ids(example)}
+        return {"input_ids": token_ids(example)}
 
 
-def _token_ids(value: Any) -> Tensor:
+def token_ids(value: Any) -> Tensor:
     """A 1-D tensor of integers, or a `DataError`."""
     try:
         ids = None if isinstance(value, (tuple, str)) else torch.as_tensor(value)

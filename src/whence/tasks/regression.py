@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ class Regression(Task):
     """Gaussian regression: ``ℓ = ‖h - y‖² / (2σ²)`` and ``S = I/σ²``, one term per example.
 
     With ``variance`` the residual variance σ², the loss is a negative log-likelihood in nats up to a
-    constant. (`torch.nn.MSELoss` is ``2σ²/K`` times this loss, for K outputs.)
+    constant. (`torch.nn.MSELoss` is ``2σ²/K`` times this loss, for K outputs.) Outputs are ``[n]`` or ``[n, …]``,
+    targets as many.
 
     Example:
         >>> import torch
@@ -27,10 +29,15 @@ class Regression(Task):
         tensor([2.])
     """
 
+    known_convex = True
+
     def __init__(self, *, variance: float = 1.0) -> None:
         if not 0 < variance < float("inf"):
             raise OptionError(f"variance must be a positive number, got {variance}")
         self.variance = variance
+
+    def settings(self) -> Mapping[str, object]:
+        return {} if self.variance == 1.0 else {"variance": self.variance}
 
     def check(self, outputs: Tensor, batch: Batch) -> None:
         if not batch.targets.is_floating_point():

@@ -21,8 +21,8 @@ from whence.errors import OptionError
 from whence.model.data import TermSet
 from whence.model.inspection import (
     check_determinism,
-    check_evaluation_mode,
     check_finite,
+    check_mode,
     check_outputs,
     fitting_micro_batch,
 )
@@ -58,7 +58,7 @@ class BregmanObjective:
         importance: Tensor | None,
         metric: ParamVector | None = None,
     ) -> None:
-        check_evaluation_mode(model)
+        check_mode(model)
         names = set(select_parameters(model, params))
         wide = copy.deepcopy(model).double().requires_grad_(False)
         self.damping, self.task = damping, task
