@@ -90,7 +90,7 @@ def plan(
     gnh = inputs.operator(options)
     gnh = gnh.in_metric(metric_of(gnh, inputs.training, options))
     measured = _measure(gnh, options)
-    damping, _ = first_damping(options.damping, inputs.training, measured)
+    damping, _ = first_damping(options.damping, inputs.training, measured, rounding=gnh.rounding)
     choice = choice_for(gnh, measured, damping, queries, options)
     refine = choice.of("lissa").refine if options.refine is None else options.refine
     made = Plan.tuned(measured, damping, num_terms=gnh.num_terms, chains=options.chains, refine=refine)

@@ -21,12 +21,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
-from whence.errors import DataError
+from whence.errors import DataError, WhenceError
 from whence.tasks import Batch, Task
 
 __all__ = ["TermSet"]
+
+#: Examples that are read twice, to see whether they are the same: a picture that is mirrored half of the time passes
+#: so many times in a row with a chance of 2⁻³².
+_READ_TWICE = 32
+#: More examples than this are not counted but made up.
+_MOST = 2**40
 
 
 class TermSet:
@@ -45,19 +51,21 @@ class TermSet:
                 f"the data are a dict of {sorted(map(str, data))}; give a list of examples, each a dict of its "
                 "own, or a TensorDataset"
             )
-        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        random_access = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        if not random_access or isinstance(data, IterableDataset):
             raise DataError(
                 f"the data are a {type(data).__name__}; whence needs random access: a map-style dataset with "
                 "__len__ and __getitem__ (a list of examples will do)"
             )
-        if len(data) == 0:
-            raise DataError("the data set is empty; give at least one example")
+        count = _length(data)
         self.data, self.task, self.device = data, task, device
         #: Outputs per term, once the model has been run: lets every batch's targets be checked.
         self.width: int | None = None
+        #: Which kinds of numbers batches hold, as the first one showed.
+        self.kinds: dict[str, str] | None = None
         #: The chance of each example to be drawn, where it is not the same for all; see `whence.model.importance`.
         self.importance: Tensor | None = None
-        self.indices = torch.arange(len(data)) if indices is None else indices
+        self.indices = torch.arange(count) if indices is None else indices
         self._lengths = self._count()
         self.num_terms = len(self.indices) if self._lengths is None else int(self._lengths.sum())
         if self.num_terms == 0:
@@ -74,7 +82,19 @@ class TermSet:
             return None
         if per_example is not None:
             return torch.full((len(self.indices),), per_example)
-        return torch.tensor([self.task.count_terms(self.data[i]) for i in self.indices.tolist()])
+        return torch.tensor([self.task.count_terms(self._read(i)) for i in self.indices.tolist()])
+
+    def _read(self, index: int) -> Any:
+        """An example of the data; what goes wrong in there is told with its index."""
+        try:
+            return self.data[index]
+        except WhenceError:
+            raise
+        except Exception as error:  # whatever a stranger's code raises
+            raise DataError(
+                f"example {index} of the data cannot be read: {type(error).__name__}: {error}. Mend the data set's "
+                "__getitem__, or leave the example out"
+            ) from error
 
     @property
     def terms_per_example(self) -> float:
@@ -98,9 +118,9 @@ class TermSet:
             return torch.randperm(len(self), generator=generator, device=device)[:examples].cpu(), None
         return torch.randint(len(self), (examples,), generator=generator, device=device).cpu(), None
 
-    def expect_outputs(self, width: int | None) -> None:
-        """Let every batch's targets be checked against so many outputs per term."""
-        self.width = width
+    def expect(self, width: int | None, kinds: dict[str, str] | None = None) -> None:
+        """Let every batch be checked: its targets against so many outputs per term, its numbers against these kinds."""
+        self.width, self.kinds = width, self.kinds if kinds is None else kinds
 
     def draw_by(self, probabilities: Tensor | None) -> None:
         """From here on draw examples with these chances; None: all alike."""
@@ -126,8 +146,9 @@ class TermSet:
         if isinstance(self.data, TensorDataset):
             batch = self.task.assemble([tensor[indices] for tensor in self.data.tensors])
         else:
-            batch = self.task.collate([self.data[i] for i in indices.tolist()])
+            batch = self.task.collate([self._read(i) for i in indices.tolist()])
         batch = replace(batch, indices=indices)
+        self._check_kinds(batch)
         bad = batch.non_finite()
         if len(bad):
             raise DataError(f"{batch.name(int(bad[0]))} holds NaN or infinity; remove or repair it")
@@ -155,12 +176,54 @@ class TermSet:
 
     def look_through(self, count: int) -> None:
         """Read up to ``count`` examples, spread over the data, for the errors that reading raises."""
-        spread = torch.linspace(0, len(self) - 1, min(count, len(self)), dtype=torch.float64).long()
-        for _ in self.batches(spread, 64):
+        for _ in self.batches(self.spread(count), 64):
             pass
+
+    def spread(self, count: int) -> Tensor:
+        """Up to ``count`` positions, evenly over the data."""
+        return torch.linspace(0, len(self) - 1, min(count, len(self)), dtype=torch.float64).long()
+
+    def _check_kinds(self, batch: Batch) -> None:
+        """Refuse a batch of other kinds of numbers than the first: the model would fail on it, or read it otherwise."""
+        kinds = batch.kinds()
+        if self.kinds is None:
+            self.kinds = kinds
+        for name, kind in kinds.items():
+            if kind != self.kinds.get(name, kind):
+                raise DataError(
+                    f"the field {name!r} of {batch.name(0)} is {kind}, and {self.kinds[name]} elsewhere; convert all "
+                    "examples to one dtype"
+                )
+
+    def check_repeatable(self) -> None:
+        """Refuse data that are others at every access: each product and each score would be about another set."""
+        if isinstance(self.data, TensorDataset):
+            return
+        for position in self.spread(_READ_TWICE):
+            first, second = (self.fetch(position.reshape(1)) for _ in range(2))
+            if not first.same_as(second):
+                raise DataError(
+                    f"{first.name(0)} is another one at every access, as random augmentation makes it. Switch "
+                    "that off (the evaluation transform), or read every example once and keep it in a list"
+                )
 
     def longest(self, count: int) -> Tensor:
         """Positions of the ``count`` examples with the most terms: the ones that need most memory."""
         if self._lengths is None:
             return torch.arange(min(count, len(self)))
         return self._lengths.argsort(descending=True)[:count]
+
+
+def _length(data: Any) -> int:
+    """How many examples there are; refuses none at all, and what no data can hold."""
+    try:
+        count = len(data)
+    except Exception as error:  # whatever a stranger's code raises
+        raise DataError(
+            f"len(data) fails: {type(error).__name__}: {error}. Mend the data set's __len__"
+        ) from error
+    if count == 0:
+        raise DataError("the data set is empty; give at least one example")
+    if count > _MOST:
+        raise DataError(f"the data say that they hold {count} examples; more than 2^40 cannot be right")
+    return count

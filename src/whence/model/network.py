@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from whence.errors import OptionError
+from whence.errors import DataError, ModelError, OptionError, WhenceError
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
 
@@ -34,6 +34,22 @@ def adding_to(out: ParamVector, weight: float) -> Receiver:
         out[name].add_(gradient, alpha=weight)
 
     return receive
+
+
+def _explained(error: Exception, batch: Batch) -> DataError | ModelError:
+    """What a model raised, with the examples that it raised it on."""
+    where = batch.name(0) + (f" or another one of the {batch.size} in its batch" if batch.size > 1 else "")
+    if isinstance(error, IndexError):
+        indices = [t for t in (*batch.args, *batch.kwargs.values()) if not t.is_floating_point()]
+        largest = max((int(t.max()) for t in indices if t.numel()), default=0)
+        return DataError(
+            f"the model looked up an index out of its range ({error}); the largest in {where} is {largest}. Check that "
+            "the tokenizer belongs to the model"
+        )
+    return ModelError(
+        f"the model failed on {where}: {type(error).__name__}: {error}. Check that they have the fields, shapes and "
+        "dtype that its forward takes"
+    )
 
 
 class _TaskModule(nn.Module):
@@ -110,14 +126,23 @@ class Network:
         return {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
 
     def outputs(self, batch: Batch, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The outputs, with ``parameters`` in place of the model's own where given."""
-        if parameters is None:
-            return self.task.outputs(self.model, batch)
-        swapped = {
-            f"model.{slot}": tensor for name, tensor in parameters.items() for slot in self._slots[name]
-        }
-        # torch would tie weights by all their names, of which a module with two has each put back over the other
-        result = functional_call(self._module, swapped, (batch,), tie_weights=False)
+        """The outputs, with ``parameters`` in place of the model's own where given.
+
+        Raises:
+            ModelError, DataError: the model raised something; says on which examples.
+        """
+        try:
+            if parameters is None:
+                return self.task.outputs(self.model, batch)
+            swapped = {
+                f"model.{slot}": tensor for name, tensor in parameters.items() for slot in self._slots[name]
+            }
+            # torch would tie weights by all their names, of which a module with two has each put back over the other
+            result = functional_call(self._module, swapped, (batch,), tie_weights=False)
+        except (WhenceError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # whatever a stranger's code raises
+            raise _explained(error, batch) from error
         assert isinstance(result, Tensor)
         return result
 
