@@ -309,7 +309,7 @@ def failures_become_typed() -> Iterator[None]:
     """What linear algebra gives up on in here (no convergence, a singular matrix) becomes a `SolverError`."""
     try:
         yield
-    except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:
+    except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise SolverError(
             f"a small matrix of the solve cannot be decomposed ({error}): its numbers overflowed or hold no digits, as "
             "with a model that is certain of all its answers. Use a larger damping, or the model in float64"

@@ -168,7 +168,6 @@ def attribute(
             with clock.phase("scores"):
                 scores = score(run, job, planned, asked, number, solution, scores)
             said = enough(job, planned, number, solution, scores)
-        check_unchanged(job, asked)
         for earlier in range(1, number + 1):  # the ways there are not needed any more
             run.journal(f"solve-{earlier}", planned.solver.state_type).clear()
         with clock.phase("page"):
@@ -354,6 +353,7 @@ def conclude(
     clock: Stopwatch,
 ) -> Attribution:
     """The result, with what its page shows of the examples at the ends of the rankings."""
+    check_unchanged(job, asked)
     gnh, stats = job.gnh, solved.stats
     ends = ends_of_rankings(scores.chains, scores.dots, job.options.shown)
     tokens = {}

@@ -16,6 +16,7 @@ expectation is the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = ["TermSet"]
 _READ_TWICE = 32
 #: More examples than this are not counted but made up.
 _MOST = 2**40
+_FORM = "Give examples as the task reads them: (x, y), or a dict with labels or input_ids"
 
 
 class TermSet:
@@ -82,19 +84,18 @@ class TermSet:
             return None
         if per_example is not None:
             return torch.full((len(self.indices),), per_example)
-        return torch.tensor([self.task.count_terms(self._read(i)) for i in self.indices.tolist()])
+        counts = []
+        for index in self.indices.tolist():
+            example = self._read(index)
+            with _naming(f"the terms of example {index} of the data cannot be counted", _FORM):
+                counts.append(self.task.count_terms(example))
+        return torch.tensor(counts)
 
     def _read(self, index: int) -> Any:
-        """An example of the data; what goes wrong in there is told with its index."""
-        try:
+        with _naming(
+            f"example {index} of the data cannot be read", "Mend its __getitem__, or leave the example out"
+        ):
             return self.data[index]
-        except WhenceError:
-            raise
-        except Exception as error:  # whatever a stranger's code raises
-            raise DataError(
-                f"example {index} of the data cannot be read: {type(error).__name__}: {error}. Mend the data set's "
-                "__getitem__, or leave the example out"
-            ) from error
 
     @property
     def terms_per_example(self) -> float:
@@ -143,17 +144,21 @@ class TermSet:
     def fetch(self, positions: Tensor) -> Batch:
         """The examples at these positions, as one batch on the device."""
         indices = self.indices[positions]
-        if isinstance(self.data, TensorDataset):
-            batch = self.task.assemble([tensor[indices] for tensor in self.data.tensors])
-        else:
-            batch = self.task.collate([self._read(i) for i in indices.tolist()])
-        batch = replace(batch, indices=indices)
-        self._check_kinds(batch)
-        bad = batch.non_finite()
-        if len(bad):
-            raise DataError(f"{batch.name(int(bad[0]))} holds NaN or infinity; remove or repair it")
-        self.task.check_targets(batch, self.width)
-        return batch.to(self.device)
+        examples = None if isinstance(self.data, TensorDataset) else [self._read(i) for i in indices.tolist()]
+        with _naming(
+            f"example {int(indices[0])} of the data, with {len(indices) - 1} others, is no batch", _FORM
+        ):
+            if examples is None:
+                batch = self.task.assemble([tensor[indices] for tensor in self.data.tensors])
+            else:
+                batch = self.task.collate(examples)
+            batch = replace(batch, indices=indices)
+            self._check_kinds(batch)
+            bad = batch.non_finite()
+            if len(bad):
+                raise DataError(f"{batch.name(int(bad[0]))} holds NaN or infinity; remove or repair it")
+            self.task.check_targets(batch, self.width)
+            return batch.to(self.device)
 
     def batches(self, positions: Tensor, size: int, weights: Tensor | None = None) -> Iterator[Batch]:
         """Micro-batches of at most ``size`` examples; similar lengths together, to pad little."""
@@ -214,14 +219,21 @@ class TermSet:
         return self._lengths.argsort(descending=True)[:count]
 
 
+@contextmanager
+def _naming(problem: str, remedy: str) -> Iterator[None]:
+    """Whatever a stranger's data or code raise in here becomes a `DataError` that says where."""
+    try:
+        yield
+    except (WhenceError, MemoryError):
+        raise
+    except Exception as error:
+        raise DataError(f"{problem}: {type(error).__name__}: {error}. {remedy}") from error
+
+
 def _length(data: Any) -> int:
     """How many examples there are; refuses none at all, and what no data can hold."""
-    try:
+    with _naming("the number of examples cannot be told", "Mend the data set's __len__"):
         count = len(data)
-    except Exception as error:  # whatever a stranger's code raises
-        raise DataError(
-            f"len(data) fails: {type(error).__name__}: {error}. Mend the data set's __len__"
-        ) from error
     if count == 0:
         raise DataError("the data set is empty; give at least one example")
     if count > _MOST:

@@ -64,7 +64,9 @@ def check_evaluation_mode(model: nn.Module) -> None:
                 "rest of the batch. Give it those of the training (track_running_stats=True)"
             )
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise ModelError("the model's parameters are on the meta device, without numbers; load its weights first")
+        raise ModelError(
+            "the model's parameters are on the meta device, without numbers; load its weights first"
+        )
 
 
 def check_outputs(network: Network, batch: Batch) -> int:

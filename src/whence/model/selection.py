@@ -62,7 +62,9 @@ def _as_predicate(params: ParameterFilter) -> Callable[[str], bool]:
     if callable(params):
         return params
     if not isinstance(params, Iterable):
-        raise OptionError(f"params is {params!r}; give a list of patterns, as ['model.layers.*'], or a predicate")
+        raise OptionError(
+            f"params is {params!r}; give a list of patterns, as ['model.layers.*'], or a predicate"
+        )
     patterns = list(params)
     for pattern in patterns:
         if not isinstance(pattern, str):

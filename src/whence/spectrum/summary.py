@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import OptionError, SolverError, WhenceWarning
-from whence.operators import Damped, LinearOperator, failures_become_typed, check_damping
+from whence.operators import Damped, LinearOperator, check_damping, failures_become_typed
 from whence.spectrum.density import Density
 from whence.spectrum.estimate import Estimate
 from whence.spectrum.lambda_max import LanczosResult, lanczos

@@ -65,7 +65,9 @@ class Batch:
 
     def kinds(self) -> dict[str, str]:
         """Which kind of numbers each field holds: the dtype of an input, and whether targets are real or whole."""
-        fields = {f"input {i}" if i else "input": tensor for i, tensor in enumerate(self.args)} | dict(self.kwargs)
+        fields = {f"input {i}" if i else "input": tensor for i, tensor in enumerate(self.args)} | dict(
+            self.kwargs
+        )
         kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in fields.items()}
         return kinds | {"target": "real numbers" if self.targets.is_floating_point() else "whole numbers"}
 
