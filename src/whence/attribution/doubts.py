@@ -27,13 +27,16 @@ def doubts(result: Attribution) -> tuple[str, ...]:
 
 
 def _few_examples(result: Attribution) -> str:
-    spectrum = result.solve.plan.spectrum
-    if spectrum.trace.stderr <= _UNCERTAIN * spectrum.trace.value and not spectrum.inconsistencies():
+    spectrum, drawn = result.solve.plan.spectrum, result.solve.by_curvature
+    uncertain = spectrum.trace.stderr > _UNCERTAIN * spectrum.trace.value or bool(spectrum.inconsistencies())
+    # Drawn by curvature, the trace is known well: of what is drawn often, and of nothing else.
+    if not (uncertain or drawn):
         return ""
+    known = "batches were drawn by it" if drawn else f"its trace is known to {spectrum.trace} only"
     return (
         "The intervals cannot be trusted: the model is so certain of most of its training data that a few examples "
-        f"carry the curvature, whose trace is known to {spectrum.trace} only. Scores may be right, but their errors "
-        "may be larger than shown. What is proven holds all the same: bounds, of solver='cg'."
+        f"carry the curvature ({known}). Scores may be right, but their errors may be larger than shown. What is "
+        "proven holds all the same: bounds, of solver='cg'."
     )
 
 

@@ -95,7 +95,7 @@ def show_result(result: Attribution, k: int) -> None:
         for harmful, name in ((False, "most helpful"), (True, "most harmful")):
             rows = [r for r in result.top(k, query=q, harmful=harmful) if (r.score < 0) == harmful]
             if rows:
-                _print(_table(result, rows, name))
+                _show_rows(result, rows, name)
     if result.not_scored:
         tell(f"not everything was scored: {result.not_scored}")
     if result.solve.solver == "ekfac" or result.solve.limited:
@@ -108,25 +108,32 @@ def _show_notes(notes: Sequence[str]) -> None:
         out().print(f"[yellow]note:[/] {escape(visible(note))}", soft_wrap=True)
 
 
-def _titled(name: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table in which texts are cut where the terminal is narrow, and numbers are not."""
+def _print(name: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table in which texts are cut where the terminal is narrow, and numbers are not: lines go on in the next one.
+
+    Widths are all given: left to itself, the library takes from all columns alike, down to nothing.
+    """
+    console, shown = out(), [[plain(cell) for cell in row] for row in rows]
+    widths = [
+        max(len(column), *(row[place].cell_len for row in shown), 0) for place, column in enumerate(columns)
+    ]
+    texts = sorted(
+        (place for place, column in enumerate(columns) if column in _TEXTS), key=widths.__getitem__
+    )
+    room = console.width - 2 * len(columns) - sum(w for place, w in enumerate(widths) if place not in texts)
+    for left, place in zip(range(len(texts), 0, -1), texts, strict=True):  # the short ones need not be cut
+        widths[place] = min(widths[place], max(10, room // left))
+        room -= widths[place]
     table = Table(title=name, title_justify="left", box=None, pad_edge=False)
-    for place, column in enumerate(columns):
-        text = column in _TEXTS
-        least = (
-            10 if column == "id" else None if text else max(map(len, (column, *(row[place] for row in rows))))
-        )
-        table.add_column(column, justify="left" if text else "right", no_wrap=True, min_width=least)
-    for row in rows:
-        table.add_row(*map(plain, row))
-    return table
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(column, justify="left" if column in _TEXTS else "right", no_wrap=True, width=width)
+    for row in shown:
+        table.add_row(*row)
+    console.width = max(console.width, sum(widths) + 2 * len(columns))
+    console.print(table)
 
 
-def _print(table: Table) -> None:
-    out().print(table, crop=False)  # a line that is too long goes on in the next one
-
-
-def _table(result: Attribution, rows: list[Row], name: str) -> Table:
+def _show_rows(result: Attribution, rows: list[Row], name: str) -> None:
     cells = []
     for row in rows:
         exhibit = result.exhibits.get(row.index, Exhibit())
@@ -142,7 +149,7 @@ def _table(result: Attribution, rows: list[Row], name: str) -> Table:
             )
         )
     columns = ("rank", "id", "score", "95% interval", "if removed", "dot product's rank", "example")
-    return _titled(name, columns, cells)
+    _print(name, columns, cells)
 
 
 def _asked(exhibit: Exhibit) -> str:
@@ -206,10 +213,10 @@ def cleaning_as_json(result: Cleaning, top: int) -> dict[str, Any]:
 def show_cleaning(result: Cleaning, top: int) -> None:
     """The first of every ranking."""
     bounds, scale = result.found.bounds, result.found.calibration
-    _print(_suspects(result, result.top(top), f"most suspicious by {result.by}"))
+    _show_suspects(result, result.top(top), f"most suspicious by {result.by}")
     if result.harm is not None:
         tell("")
-        _print(_suspects(result, result.most_harmful(top), "most harmful for the queries", harm=True))
+        _show_suspects(result, result.most_harmful(top), "most harmful for the queries", harm=True)
     exact = "" if scale is None else f"; scaled by exact solves for {scale.solves} examples"
     tell(
         f"\nself-influence from {result.found.rank} directions of the curvature; its bounds are a factor of "
@@ -218,7 +225,7 @@ def show_cleaning(result: Cleaning, top: int) -> None:
     _show_notes(result.notes)
 
 
-def _suspects(result: Cleaning, suspects: list[Suspect], name: str, *, harm: bool = False) -> Table:
+def _show_suspects(result: Cleaning, suspects: list[Suspect], name: str, *, harm: bool = False) -> None:
     labelled, cells = result.labels is not None, []
     measured = ("harm", "95% interval") if harm else ("self-influence", "bounds")
     says_column = ["label → model says"] if labelled else []
@@ -240,4 +247,4 @@ def _suspects(result: Cleaning, suspects: list[Suspect], name: str, *, harm: boo
                 _glimpse(result.exhibits.get(one.index, Exhibit())),
             )
         )
-    return _titled(name, ("rank", "id", *measured, "loss", "gradient", *says_column, "example"), cells)
+    _print(name, ("rank", "id", *measured, "loss", "gradient", *says_column, "example"), cells)
