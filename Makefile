@@ -9,14 +9,16 @@ PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 NAME ?= all
 PROFILE ?= quick
 
-.PHONY: help demo reproduce test test-slow check format bench peers browser clean
+.PHONY: help demo reproduce test test-slow test-faults audit check format bench peers browser clean
 
 help:
 	@echo "make demo       train two small models, ask them questions, write the pages (minutes)"
 	@echo "make reproduce  the paper's tables and figures, into runs/reproduction-PROFILE (minutes; NAME=figure1 PROFILE=quick)"
 	@echo "make test       the test suite (minutes)"
 	@echo "make test-slow  the tests that need minutes each or downloaded weights"
+	@echo "make test-faults  the long form of the fuzzing and of faults on the way, with its counts (an hour)"
 	@echo "make check      lint, types, import contracts"
+	@echo "make audit      known vulnerabilities of the pinned dependencies, and their licences"
 	@echo "make bench      speed, memory and agreement with retraining"
 	@echo "make peers      agreement of other libraries with retraining, over dampings (hours)"
 
@@ -31,6 +33,17 @@ test: $(VENV)/.installed browser
 
 test-slow: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m slow -n 0
+
+test-faults: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest -m faults -n 0 --hypothesis-show-statistics tests
+
+# A dependency that no database was asked about is not a safe one: what could not be checked is counted.
+audit: $(VENV)/.installed .venv-audit/.installed
+	.venv-audit/bin/pip-licenses --python=$(VENV)/bin/python --order=license
+	@.venv-audit/bin/pip-audit --no-deps --disable-pip -r constraints.txt >.venv-audit/found.txt 2>&1; code=$$?; \
+	cat .venv-audit/found.txt; skipped=$$(grep -c "could not be audited" .venv-audit/found.txt); \
+	echo "$$skipped of $$(grep -c == constraints.txt) dependencies could not be checked: no database knew them or was reachable"; \
+	exit $$code
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check
@@ -68,6 +81,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'
 	touch $@
 
+.venv-audit/.installed:
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit pip-licenses
+	touch $@
+
 # curvlinops depends on torchvision only through backpack, which does not need it; installing it would
 # replace torch. So what is used of it is listed by hand and installed without its dependencies.
 $(BENCH_VENV)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
@@ -83,4 +101,4 @@ $(PEERS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints.tx
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(PEERS:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) .venv-audit $(PEERS:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -17,9 +17,9 @@ from whence import (
     LanguageModeling,
     Regression,
 )
-from whence.errors import (
-    DataError,
-)
+from whence.attribution.exhibits import describer
+from whence.attribution.job import query_terms, scored_positions
+from whence.errors import DataError, OptionError
 from zoo import VOCABULARY, AttentionNet, images, sequences, vectors
 
 # --- the data ------------------------------------------------------------------------------------------------
@@ -253,3 +253,133 @@ def test_a_query_without_tokens_is_refused(prompt: list[int], completion: list[i
 def test_a_query_of_anything_but_token_sequences_is_refused(prompt: Any, completion: Any) -> None:
     with pytest.raises(DataError, match="token"):
         LanguageModeling().query(prompt, completion)
+
+
+# --- data that are not what they seem --------------------------------------------------------------------------
+
+
+class Augmented:
+    """As a data set with a random transform, which half of the time does nothing."""
+
+    def __init__(self) -> None:
+        self.examples, self.random = vectors(DOUBLE), torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        x, y = self.examples[index]
+        return (x.flip(0) if torch.rand((), generator=self.random) < 0.5 else x), y
+
+
+def test_data_that_change_at_every_access_are_refused_naming_the_cause() -> None:
+    with pytest.raises(
+        DataError, match=r"is another one at every access, as random augmentation.*Switch that off"
+    ):
+        operator(data=Augmented())
+
+
+def test_queries_that_change_at_every_access_are_refused() -> None:
+    with pytest.raises(DataError, match="the queries cannot be used: .* is another one at every access"):
+        query_terms(Augmented(), operator())
+
+
+class Lost:
+    """Examples of which one cannot be read."""
+
+    def __init__(self, at: int, count: int) -> None:
+        self.examples, self.at = vectors(DOUBLE) * (count // 20), at
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == self.at:
+            raise KeyError("lost.png")
+        return self.examples[index]
+
+
+def test_an_example_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(
+        DataError, match=r"example 13 of the data cannot be read: KeyError: 'lost\.png'.*__getitem__"
+    ):
+        operator(data=Lost(13, 20))
+
+
+def test_an_example_that_cannot_be_read_beyond_the_first_look_is_named() -> None:
+    gnh = operator(data=Lost(1002, 2000))
+    with pytest.raises(DataError, match="example 1002 of the data cannot be read"):
+        gnh.matvec(gnh.zeros())
+
+
+def test_a_stream_that_has_a_length_is_refused() -> None:
+    class Long(Stream):
+        def __len__(self) -> int:
+            return 20
+
+    with pytest.raises(DataError, match="the data are a Long; whence needs random access"):
+        operator(data=Long())
+
+
+def test_a_length_beyond_all_data_is_refused() -> None:
+    class Endless(Lost):
+        def __len__(self) -> int:
+            return 2**62
+
+    with pytest.raises(DataError, match="hold 4611686018427387904 examples; more than"):
+        operator(data=Endless(0, 20))
+
+
+def test_a_length_that_fails_is_refused() -> None:
+    class Broken(Lost):
+        def __len__(self) -> int:
+            raise OSError("no index file")
+
+    with pytest.raises(DataError, match="number of examples cannot be told: OSError: no index file"):
+        operator(data=Broken(0, 20))
+
+
+def test_one_real_label_among_whole_ones_is_refused() -> None:
+    data: list[Any] = vectors(DOUBLE)
+    data[7] = (data[7][0], 1.0)
+    with pytest.raises(DataError, match=r"'target' mixes torch\.int64 and torch\.float32.*one dtype"):
+        operator(data=data)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 8])
+def test_one_input_of_another_precision_is_refused(micro_batch: int) -> None:
+    data = vectors(DOUBLE) * 100
+    data[1002] = (data[1002][0].float(), data[1002][1])  # beyond the first look
+    gnh = operator(data=data, micro_batch=micro_batch)
+    with pytest.raises(DataError, match="'input'.*float"):
+        gnh.matvec(gnh.zeros())
+
+
+def test_a_query_of_another_precision_is_refused() -> None:
+    queries = [(x.float(), y) for x, y in vectors(DOUBLE)[:1]]
+    with pytest.raises(DataError, match="'input' of example 0 of the data is float32, and float64 elsewhere"):
+        query_terms(queries, operator())
+
+
+@pytest.mark.parametrize(
+    ("candidates", "message"),
+    [
+        (torch.ones(20, dtype=torch.bool), r"torch\.bool.*nonzero"),
+        ([0.5, 1.2], "whole numbers"),
+        (["a"], "whole numbers"),
+    ],
+    ids=["mask", "real numbers", "texts"],
+)
+def test_candidates_that_are_no_positions_are_refused(candidates: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=f"candidates .*{message}"):
+        scored_positions(candidates, 20)
+
+
+def test_what_to_show_of_an_example_is_an_exhibit_or_an_error_that_names_it() -> None:
+    def fail(example: Any, index: int) -> Any:
+        raise KeyError("picture")
+
+    with pytest.raises(DataError, match="what to show of example 3 cannot be told: KeyError: 'picture'"):
+        describer(vectors(DOUBLE), fail, None, None)(3)
+    with pytest.raises(DataError, match="what to show of example 3 is a str; return a whence.Exhibit"):
+        describer(vectors(DOUBLE), lambda example, index: "text", None, None)(3)  # type: ignore[arg-type,return-value]

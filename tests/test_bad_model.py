@@ -18,6 +18,7 @@ from whence import (
     GaussNewton,
     LanguageModeling,
     Regression,
+    attribute,
     estimate_spectrum,
 )
 from whence.errors import (
@@ -316,3 +317,139 @@ def test_a_filter_given_as_a_string_is_refused_with_the_list_to_write() -> None:
 def test_patterns_that_are_no_strings_are_refused() -> None:
     with pytest.raises(OptionError, match="name patterns, got 4"):
         operator(params=["0.*", 4])
+
+
+# --- models that are no functions of an example ------------------------------------------------------------------
+
+
+def test_outputs_that_depend_on_the_rest_of_the_batch_are_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"differ by \d.* when it is run alone and with others.*batch statistics"
+    ):
+        operator(Wrapped(lambda h: h - h.mean(0)))
+
+
+def test_sequences_that_are_padded_in_company_are_no_dependence() -> None:
+    torch.manual_seed(0)
+    model = evaluated(nn.Sequential(nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY)))
+    rows = [torch.arange(2 + i) for i in range(6)]
+    assert GaussNewton(model, LanguageModeling(), rows).num_terms == 1 + 2 + 3 + 4 + 5 + 6
+
+
+def test_sequences_that_look_at_the_rest_of_the_batch_are_refused() -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            hidden = self.embedding(input_ids)
+            return self.head(hidden - hidden.mean((0, 1)))
+
+    torch.manual_seed(0)
+    with pytest.raises(ModelError, match="alone and with others"):
+        GaussNewton(evaluated(Mixing()), LanguageModeling(), [torch.arange(2 + i) for i in range(6)])
+
+
+def test_batch_normalisation_without_running_statistics_is_refused_by_name() -> None:
+    norm = nn.BatchNorm1d(10, track_running_stats=False)
+    with pytest.raises(
+        ModelError, match=r"layer '1' \(BatchNorm1d\) has no running statistics.*rest of the batch"
+    ):
+        operator(evaluated(nn.Sequential(nn.Linear(6, 10), norm, nn.Linear(10, 4))))
+
+
+@pytest.mark.parametrize("certain", [1.0, 50.0])
+def test_probabilities_in_place_of_logits_are_refused(certain: float) -> None:
+    with pytest.raises(ModelError, match=r"outputs are probabilities.*leave out the softmax"):
+        operator(Wrapped(lambda h: (certain * h).softmax(-1)))
+
+
+def test_logarithms_of_probabilities_are_logits() -> None:
+    assert operator(Wrapped(lambda h: h.log_softmax(-1))).num_terms == 20
+
+
+class Tiring(nn.Module):
+    """Gives other answers once it was called so many times."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.left = nn.Linear(6, 4), after
+        evaluated(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        return self.linear(x) * (1.0 if self.left > 0 else 1.5)
+
+
+@pytest.mark.parametrize("accuracy", ["auto", "quick"])
+def test_a_model_that_changes_on_the_way_gives_no_result(accuracy: str) -> None:
+    data = vectors(DOUBLE)
+    with pytest.raises(
+        ModelError, match=r"loss of query 0 was .* at the start and is .* now.*how often it was called"
+    ):
+        attribute(Tiring(30), data, data[:1], task=Classification(), accuracy=accuracy)
+    assert (
+        attribute(Tiring(10**9), data, data[:1], task=Classification(), accuracy=accuracy)
+        .scores.isfinite()
+        .all()
+    )
+
+
+# --- models that cannot be looked into ---------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, on import
+def test_a_compiled_model_is_refused_before_it_is_compiled() -> None:
+    compiled: Any = torch.compile(classifier())
+    with pytest.raises(ModelError, match=r"the model is compiled.*model\._orig_mod"):
+        operator(compiled)
+    model = classifier()
+    model.compile()
+    with pytest.raises(ModelError, match="the model is compiled"):
+        operator(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_is_refused() -> None:
+    scripted: Any = torch.jit.script(classifier())
+    with pytest.raises(ModelError, match=r"ScriptModule.*give the module that it was made from"):
+        operator(scripted)
+
+
+def test_a_model_without_numbers_is_refused() -> None:
+    with pytest.raises(ModelError, match="on the meta device.*load its weights"):
+        operator(classifier().to("meta"))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, ZeroDivisionError, AssertionError])
+def test_what_a_model_raises_is_told_with_the_example(error: type[Exception]) -> None:
+    def fail(h: Tensor) -> Tensor:
+        raise error("inside")
+
+    with pytest.raises(
+        ModelError, match=f"the model failed on example 0 of the data.*{error.__name__}.*inside"
+    ):
+        operator(Wrapped(fail))
+
+
+def test_what_a_model_raises_on_a_later_example_is_told_with_the_example() -> None:
+    data = vectors(DOUBLE) * 100
+    data[1002] = (data[1002][0] + 100, data[1002][1])
+
+    def fail(h: Tensor) -> Tensor:
+        if float(h.detach().abs().max()) > 20:
+            raise ValueError("too large")
+        return h
+
+    gnh = operator(Wrapped(fail), data, micro_batch=1, product="finite-difference")
+    with pytest.raises(
+        ModelError, match="the model failed on example 1002 of the data: ValueError: too large"
+    ):
+        gnh.matvec(gnh.zeros().randn_like(generator()))
+
+
+def test_a_filter_that_is_no_list_is_refused() -> None:
+    with pytest.raises(OptionError, match="params is 5; give a list of patterns"):
+        operator(params=5)

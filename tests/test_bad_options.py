@@ -20,6 +20,7 @@ from whence import (
     ParamVector,
     Plan,
     Spectrum,
+    attribute,
 )
 from whence.errors import (
     DataError,
@@ -27,9 +28,12 @@ from whence.errors import (
     ModelError,
     OptionError,
     ParameterSelectionError,
+    SolverError,
     VectorError,
     WhenceError,
 )
+from whence.operators import failures_become_typed
+from whence.solvers.plan import resolve_damping
 from zoo import vectors
 
 # --- options -------------------------------------------------------------------------------------------------
@@ -215,3 +219,35 @@ def test_every_refusal_is_a_value_error_of_whence() -> None:
         assert issubclass(kind, InputError)
     assert issubclass(InputError, WhenceError)
     assert issubclass(InputError, ValueError)
+
+
+# --- damping beyond what a precision holds ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", ["auto", "cg", "lissa"])
+@pytest.mark.parametrize("damping", [1e-300, 1e-30, 1e-12, 1e30, 1e300])
+def test_a_damping_that_is_lost_in_rounding_is_refused_before_the_solve(damping: float, solver: str) -> None:
+    data = [(x.float(), y) for x, y in vectors(DOUBLE)]
+    with pytest.raises(
+        OptionError, match=r"damping is .* and λmax .*is lost beside.*such as 'lambda_max/200'"
+    ):
+        attribute(classifier().float(), data, data[:1], task=Classification(), damping=damping, solver=solver)
+
+
+def test_a_small_damping_is_fine_in_float64() -> None:
+    spectrum = Spectrum(trace=Estimate(2.0), frobenius=Estimate(1.0), lambda_max=Estimate(1.0))
+    assert resolve_damping(1e-12, spectrum, rounding=torch.finfo(DOUBLE).eps) == 1e-12
+    with pytest.raises(OptionError, match="lost beside"):
+        resolve_damping(1e-12, spectrum, rounding=torch.finfo(torch.float32).eps)
+
+
+def test_lissa_refuses_a_plan_that_would_never_end() -> None:
+    plan = PLAN.replace(num_steps=10**9)
+    with pytest.raises(OptionError, match=r"asks for 4e\+09 steps.*Use solver='cg', or a larger damping"):
+        Lissa(plan).solve(Damped(untouchable(), 0.5), right_hand_side(1, 2), generator=generator())
+
+
+def test_linear_algebra_that_fails_is_a_solver_error() -> None:
+    with pytest.raises(SolverError, match=r"cannot be decomposed.*larger damping, or the model in float64"):
+        with failures_become_typed():
+            torch.linalg.solve(torch.zeros(2, 2), torch.ones(2))

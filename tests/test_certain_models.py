@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from whence import Classification, GaussNewton, LanguageModeling, ParamVector
+from whence import (
+    Attribution,
+    Classification,
+    ConjugateGradient,
+    Damped,
+    GaussNewton,
+    LanguageModeling,
+    ParamVector,
+    attribute,
+)
+from whence.errors import WhenceWarning
 from whence.scoring import Scorer
 from whence.tasks import Batch, Task
 
@@ -128,3 +139,87 @@ def test_gradients_of_queries() -> None:
             )
         )
         assert error < 1e-4 * size
+
+
+# --- error bars ------------------------------------------------------------------------------------------------
+
+
+def network() -> tuple[nn.Module, list[tuple[Tensor, int]]]:
+    """A classifier of points that it has doubts about."""
+    random = torch.Generator().manual_seed(0)
+    points, labels = torch.randn(60, 2, generator=random), torch.randint(2, (60,), generator=random)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).eval()
+    return model, [(x, int(y)) for x, y in zip(points, labels, strict=True)]
+
+
+def sure_but_for_two() -> tuple[nn.Module, list[tuple[Tensor, int]]]:
+    """A classifier that has no doubt of 198 of its 200 examples, not even in float32; it has of the second and another."""
+    model = nn.Linear(2, 2, bias=False).eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[-40.0, 0.3], [40.0, -0.2]]))
+    first = torch.full((200,), 3.0)
+    first[[1, 120]] = 0.001
+    points = torch.stack([first, torch.linspace(-1, 1, 200)], 1)
+    return model, [(x, 1) for x in points]
+
+
+def asked(model: nn.Module, data: list[tuple[Tensor, int]], solver: str, queries: int = 3) -> Attribution:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WhenceWarning)  # estimates of the spectrum contradict each other
+        return attribute(
+            model,
+            data,
+            data[:queries],
+            task=Classification(),
+            damping="lambda_max/20",
+            solver=solver,
+            baseline=False,
+        )
+
+
+def covered(found: Attribution, model: nn.Module, data: list[tuple[Tensor, int]], queries: int = 3) -> float:
+    """Share of the exact scores within the intervals."""
+    wide = [(x.double(), y) for x, y in data]
+    gnh = GaussNewton(copy.deepcopy(model).double(), Classification(), wide)
+    solver = ConjugateGradient(tolerance=1e-7, max_iterations=300)
+    exactly = solver.solve(
+        Damped(gnh, found.solve.plan.damping), gnh.gradients(wide[:queries]), generator=torch.Generator()
+    )
+    exact = Scorer(gnh, exactly.value).score(torch.arange(len(data)))
+    low, high = found.interval(0.95)
+    return float(((low <= exact) & (exact <= high)).double().mean())
+
+
+def test_intervals_of_a_model_with_doubts_are_not_doubted() -> None:
+    model, data = network()
+    found = asked(model, data, "cg")
+    assert found.doubts == ()
+    assert "in doubt" not in repr(found)
+    assert covered(found, model, data) >= 0.9
+
+
+def test_intervals_of_a_certain_model_are_doubted_with_the_cause() -> None:
+    model, data = sure_but_for_two()
+    found = asked(model, data, "cg")
+    assert "a few examples carry the curvature" in found.doubts[0]
+    assert "intervals in doubt" in repr(found)
+
+
+@pytest.mark.parametrize("solver", ["cg", "lissa"])
+@pytest.mark.parametrize("count", [1, 12])
+def test_equal_examples_have_intervals_that_hold_or_are_doubted(count: int, solver: str) -> None:
+    model, data = network()
+    same = data[:1] * count
+    found = asked(model, same, solver, queries=1)
+    assert covered(found, model, same, queries=1) == 1.0 or "common start" in found.doubts[0]
+    assert bool(found.doubts) == (solver == "lissa")
+
+
+def test_a_query_that_has_no_gradient_left_is_doubted_by_its_number() -> None:
+    model, data = sure_but_for_two()
+    found = asked(model, data, "cg")
+    assert any("gradient of query 0, 2 is zero" in doubt for doubt in found.doubts)
+    assert not found.scores[0].any()
+    assert found.scores[1].any()

@@ -8,15 +8,17 @@ answers are known in closed form. Damping has one home, `Damped`; nothing else a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from whence.errors import OptionError, VectorError
+from whence.errors import OptionError, SolverError, VectorError
 from whence.vectors import ParamVector
 
-__all__ = ["Damped", "Dense", "FiniteSum", "LinearOperator", "check_damping"]
+__all__ = ["Damped", "Dense", "FiniteSum", "LinearOperator", "check_damping", "failures_become_typed"]
 
 
 class LinearOperator(ABC):
@@ -300,3 +302,15 @@ def check_damping(damping: float) -> None:
             f"damping must be a positive number, got {damping}. Without it the system may be singular; "
             "λmax/200 is a good start"
         )
+
+
+@contextmanager
+def failures_become_typed() -> Iterator[None]:
+    """What linear algebra gives up on in here (no convergence, a singular matrix) becomes a `SolverError`."""
+    try:
+        yield
+    except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+        raise SolverError(
+            f"a small matrix of the solve cannot be decomposed ({error}): its numbers overflowed or hold no digits, as "
+            "with a model that is certain of all its answers. Use a larger damping, or the model in float64"
+        ) from error

@@ -12,7 +12,8 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar, get_type_hints
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 
@@ -32,6 +33,9 @@ __all__ = [
     "option",
     "takes",
 ]
+
+#: What an option may be, in words.
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", NoneType: "None"}
 
 F = TypeVar("F", bound=Callable[..., Any])
 O = TypeVar("O", bound="MeasureOptions")  # noqa: E741
@@ -60,13 +64,16 @@ class MeasureOptions:
     spectrum_terms: int = option(4096, "Terms (tokens) of the data that curvature is measured on, at most.")
 
     def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            kinds = get_args(hint) or (hint,)
+            fits = type(getattr(self, name)) in (*kinds, *([int] if float in kinds else []))
+            self._refuse_unless(fits, name, f"it must be {' or '.join(_KINDS[kind] for kind in kinds)}")
         self._one_of("product", "auto", "exact", "finite-difference")
         for name in ("micro_batch", "spectrum_terms", "part_size", "shown"):
             value = getattr(self, name, None)
-            fits = value is None or (type(value) is int and value >= 1)
-            self._refuse_unless(fits, name, "it must be a whole number of at least 1")
-        fits = type(self.seed) is int and 0 <= self.seed < 2**40
-        self._refuse_unless(fits, "seed", "give a whole number from 0 to 2^40")
+            fits = value is None or 1 <= value < 2**40
+            self._refuse_unless(fits, name, "it must be a whole number of at least 1, and below 2^40")
+        self._refuse_unless(0 <= self.seed < 2**40, "seed", "give a whole number from 0 to 2^40")
 
     def _refuse_unless(self, fits: bool, name: str, remedy: str) -> None:
         if not fits:
@@ -151,7 +158,7 @@ class Budget:
             seconds = duration_seconds(given)
             if seconds is not None and seconds > 0:
                 return cls(seconds=seconds)
-        elif not isinstance(given, bool) and 1 <= given < float("inf"):
+        elif 1 <= given < float("inf"):
             return cls(multiple=float(given))
         raise OptionError(
             f"budget is {given!r}; give a multiple of the quick answer's cost, at least 1, or a time such as 90s, 5min "
@@ -234,10 +241,14 @@ class Options(RunOptions):
             own, "solver", f"accuracy={self.accuracy!r} is not of this solver; leave one of them out"
         )
         self._refuse_unless(
-            self.chains >= 2, "chains", "error bars need at least 2 independent chains (4 by default)"
+            2 <= self.chains <= 1000,
+            "chains",
+            "error bars need at least 2 independent chains (4 by default), and a thousand are more than any",
         )
-        longer = "it multiplies the plan's cost and is at least 1"
-        self._refuse_unless(self.refine is None or self.refine >= 1, "refine", longer)
+        longer = "it multiplies the plan's cost, and is at least 1 and at most 1e6"
+        self._refuse_unless(self.refine is None or 1 <= self.refine <= 1e6, "refine", longer)
+        fits = 0 <= self.checkpoint_seconds < float("inf")
+        self._refuse_unless(fits, "checkpoint_seconds", "give seconds, such as 30")
 
     @property
     def correlation(self) -> float:
@@ -274,6 +285,7 @@ class CleanOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("by", "self-influence", "loss", "gradient-norm")
+        self._refuse_unless(self.rank is None or self.rank >= 1, "rank", "it must be at least 1")
         several = self.exact_solves == 0 or self.exact_solves >= 2
         self._refuse_unless(several, "exact_solves", "solve for at least 2 examples, or for none (0)")
 

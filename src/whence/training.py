@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from whence.errors import OptionError
+from whence.sources.files import refusing
 from whence.vectors import ParamVector
 
 __all__ = ["KEPT", "Training"]
@@ -129,10 +130,15 @@ class Training:
     @classmethod
     def _of_text(cls, text: str, model: nn.Module | None) -> Training:
         path = Path(text)
-        if path.is_dir():
-            return cls._of_checkpoint(path, model)
-        if path.is_file():
-            return cls.of_history(_json(path))
+        if path.is_dir() or path.is_file():
+            found = path / "trainer_state.json" if path.is_dir() else path
+            try:
+                with refusing(
+                    OptionError, f"{found} does not tell of a training", "give numbers in its place"
+                ):
+                    return cls._of_checkpoint(path, model) if path.is_dir() else cls.of_history(_json(path))
+            except OptionError as error:
+                raise error if str(path) in str(error) else OptionError(f"{found}: {error}") from error
         pairs = [part.partition("=") for part in text.split(",")]
         if not all(sign for _, sign, _ in pairs):
             raise OptionError(
@@ -194,8 +200,8 @@ class Training:
         path = directory / "optimizer.pt"
         if not path.is_file() or model is None:
             return history
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        found = cls._of_state_dict(state, model)
+        with refusing(OptionError, f"{path} is no optimizer's state", "save it again, or remove it"):
+            found = cls._of_state_dict(torch.load(path, map_location="cpu", weights_only=True), model)
         return replace(found, rate=history.rate, steps=history.steps)
 
     @classmethod
@@ -292,7 +298,7 @@ def _orders(model: nn.Module, groups: int) -> list[list[str]]:
 def _json(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"{path} is not the trainer_state.json of a training ({error})") from None
     if not isinstance(found, dict):
         raise OptionError(f"{path} is not the trainer_state.json of a training")

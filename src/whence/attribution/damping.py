@@ -138,7 +138,8 @@ def weigh(run: Run, job: Job, gradients: ParamVector, spectrum: Spectrum, *, hal
 
     def compute() -> Weighed:
         part = part_of_auto(job.options.damping)
-        least, words = first_damping(job.options.damping if part is None else "auto", job.training, spectrum)
+        given = job.options.damping if part is None else "auto"
+        least, words = first_damping(given, job.training, spectrum, rounding=gradients.rounding)
         found, stability = least, None
         if part is not None and job.training is None and not halves:
             words += (
@@ -166,11 +167,16 @@ def weigh(run: Run, job: Job, gradients: ParamVector, spectrum: Spectrum, *, hal
     return run.keep("damping", Weighed, compute, operator=job.gnh)
 
 
-def first_damping(damping: float | str, training: Training | None, spectrum: Spectrum) -> tuple[float, str]:
-    """λ as given, from the recipe, or as it is before halves of the data were asked; and how it was found."""
+def first_damping(
+    damping: float | str, training: Training | None, spectrum: Spectrum, *, rounding: float
+) -> tuple[float, str]:
+    """λ as given, from the recipe, or as it is before halves of the data were asked; and how it was found.
+
+    A λ that is given must leave digits to λmax beside it, with this rounding unit of vectors.
+    """
     part = part_of_auto(damping)
     if part is None:
-        return resolve_damping(damping, spectrum), "λ was given."
+        return resolve_damping(damping, spectrum, rounding=rounding), "λ was given."
     if training is None:
         words = (
             f"λ = {GUESS:g} in the metric of the gradients' second moment, as if Adam had trained the model."

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from whence.errors import DataError, WhenceError
 from whence.exhibit import Exhibit
 
 __all__ = ["Describe", "class_name", "describer", "exhibit_of", "png"]
@@ -22,12 +23,32 @@ def describer(
     data: Any, describe: Describe | None, tokenizer: Any, class_names: Sequence[str] | None
 ) -> Callable[[int], Exhibit]:
     """How to show an example of the data: as asked, else by the data's own ``exhibit(index)``, else by a guess."""
-    if describe is not None:
-        return lambda index: describe(data[index], index)
     own = getattr(data, "exhibit", None)
-    if callable(own):
-        return lambda index: own(index)
-    return lambda index: exhibit_of(data[index], index, tokenizer=tokenizer, class_names=class_names)
+
+    def show(index: int) -> Exhibit:
+        if describe is not None:
+            return describe(data[index], index)
+        if callable(own):
+            return cast(Exhibit, own(index))
+        return exhibit_of(data[index], index, tokenizer=tokenizer, class_names=class_names)
+
+    def checked(index: int) -> Exhibit:
+        try:
+            shown = show(index)
+        except WhenceError:
+            raise
+        except Exception as error:  # whatever a stranger's code raises
+            raise DataError(
+                f"what to show of example {index} cannot be told: {type(error).__name__}: {error}. Mend describe=, or "
+                "the data's exhibit()"
+            ) from error
+        if not isinstance(shown, Exhibit):
+            raise DataError(
+                f"what to show of example {index} is a {type(shown).__name__}; return a whence.Exhibit"
+            )
+        return shown
+
+    return checked
 
 
 def exhibit_of(

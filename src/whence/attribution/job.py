@@ -110,8 +110,9 @@ def query_terms(queries: Any, gnh: GaussNewton) -> TermSet:
         )
     try:
         terms = TermSet(queries, gnh.task, gnh.network.device)
-        terms.expect_outputs(gnh.terms.width)
+        terms.expect(gnh.terms.width, gnh.terms.kinds)
         terms.look_through(len(terms))
+        terms.check_repeatable()
     except DataError as error:
         raise DataError(f"the queries cannot be used: {error}") from error
     limit = context_length(getattr(gnh.network.model, "config", None))
@@ -130,7 +131,7 @@ def scored_positions(candidates: Candidates | None, examples: int) -> tuple[Tens
     if candidates is None:
         return torch.arange(examples), ""
     given = candidates.positions if isinstance(candidates, Shortlist) else candidates
-    positions = torch.as_tensor(given, dtype=torch.long).flatten().unique()
+    positions = _whole_numbers(given).flatten().unique()
     if len(positions) == 0:
         raise OptionError("the list of candidates is empty; give at least one, or None for all examples")
     for end in (int(positions[0]), int(positions[-1])):
@@ -144,3 +145,15 @@ def scored_positions(candidates: Candidates | None, examples: int) -> tuple[Tens
         return positions, candidates.describe()
     left = f"{len(positions):,} of {examples:,} examples were scored, as asked for; the others have no score"
     return positions, left
+
+
+def _whole_numbers(given: Any) -> Tensor:
+    """Positions as a tensor; a mask or real numbers would be read as other positions than were meant."""
+    try:
+        found = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError(f"candidates must be positions, whole numbers, such as [0, 7]: {error}") from error
+    if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool):
+        remedy = "write mask.nonzero()" if found.dtype == torch.bool else "give whole numbers, such as [0, 7]"
+        raise OptionError(f"candidates are {found.dtype}; they are positions: {remedy}")
+    return found.long()

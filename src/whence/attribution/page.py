@@ -70,6 +70,7 @@ def render(result: Attribution) -> str:
         questions=questions,
         unconverged=[question for question in questions if not question.ended_well],
         accuracy=accuracy_words(result),
+        doubts=result.doubts,
         confidence=CONFIDENCE,
         solve=solve,
         spectrum={name: (e.value, e.stderr) for name, e in estimates.items() if isinstance(e, Estimate)},

@@ -9,6 +9,7 @@ differences from the memory that was kept with the artifact before. Spectrum and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,17 +27,17 @@ from whence.attribution.ranking import ends_of_rankings, top_is_separated
 from whence.attribution.result import Attribution, Solve, load
 from whence.attribution.scored import Scored
 from whence.attribution.scores import Scores, directions, score_parts, token_shares
-from whence.errors import DataError
+from whence.errors import DataError, ModelError
 from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
 from whence.model.selection import ParameterFilter
-from whence.operators import Damped
+from whence.operators import Damped, failures_become_typed
 from whence.options import Budget, Options, Until, chosen_options, takes
 from whence.progress import Stopwatch
 from whence.runs import Run, environment
 from whence.scoring import Scorer
 from whence.solvers import Solver, Statistics
-from whence.tasks import LanguageModeling, Task
+from whence.tasks import Batch, LanguageModeling, Task
 from whence.tasks.categorical import CategoricalTask
 from whence.training import Training
 from whence.vectors import ParamVector
@@ -48,6 +49,7 @@ _ROUNDS = 8.0
 
 
 @takes(Options)
+@failures_become_typed()
 def attribute(
     model: nn.Module,
     train: Any,
@@ -200,14 +202,31 @@ def ask(run: Run, job: Job) -> Asked:
     return run.keep("queries", Asked, compute, operator=job.gnh, device=job.device)
 
 
-def _ask(job: Job, position: int) -> tuple[float, Exhibit]:
-    """The loss of a query, and what to show of it."""
+def check_unchanged(job: Job, asked: Asked) -> None:
+    """Refuse to conclude where the queries' losses are others than they were: the model changed on the way."""
+    for position, before in enumerate(asked.losses.tolist()):
+        _, _, after = _run(job, position)
+        if abs(after - before) > 1e-3 * max(1.0, abs(before)):
+            raise ModelError(
+                f"the loss of query {position} was {before:.6g} at the start and is {after:.6g} now: the model's "
+                "outputs depend on how often it was called, or something changed it meanwhile. Make its forward a "
+                "function of its inputs, and run again"
+            )
+
+
+def _run(job: Job, position: int) -> tuple[Batch, Tensor, float]:
+    """A query, the model's outputs for it, and its loss."""
     gnh, batch = job.gnh, job.queries.fetch(torch.tensor([position]))
     with torch.no_grad():
         outputs = gnh.network.outputs(batch)
     gnh.task.check(outputs, batch)
-    loss = float(gnh.task.query_losses(outputs, batch).sum())
-    if not torch.isfinite(torch.tensor(loss)):
+    return batch, outputs, float(gnh.task.query_losses(outputs, batch).sum())
+
+
+def _ask(job: Job, position: int) -> tuple[float, Exhibit]:
+    """The loss of a query, and what to show of it."""
+    gnh, (batch, outputs, loss) = job.gnh, _run(job, position)
+    if not math.isfinite(loss):
         raise DataError(f"the loss of query {position} is {loss}; check its inputs and label")
     exhibit = job.show_query(position)
     if exhibit.prediction is None and isinstance(gnh.task, CategoricalTask) and batch.targets.ndim == 1:
@@ -334,6 +353,7 @@ def conclude(
     clock: Stopwatch,
 ) -> Attribution:
     """The result, with what its page shows of the examples at the ends of the rankings."""
+    check_unchanged(job, asked)
     gnh, stats = job.gnh, solved.stats
     ends = ends_of_rankings(scores.chains, scores.dots, job.options.shown)
     tokens = {}

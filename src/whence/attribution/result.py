@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.attribution.doubts import doubts
 from whence.attribution.over_damping import OverDamping
 from whence.attribution.page import render, write_page
 from whence.attribution.ranking import Ranking, Row, rank_examples
@@ -116,7 +117,7 @@ class Attribution:
         return (
             f"Attribution({queries} {'query' if queries == 1 else 'queries'}, {scored:,} of "
             f"{self.num_examples:,} examples scored, λ = {self.solve.plan.damping:.4g}, "
-            f"{int(self.solve.converged.sum())} of {queries} converged)"
+            f"{int(self.solve.converged.sum())} of {queries} converged{', intervals in doubt' if self.doubts else ''})"
         )
 
     # --- scores ------------------------------------------------------------------------------------------
@@ -145,6 +146,11 @@ class Attribution:
         """Ends of the confidence intervals, ``[queries, train]`` each."""
         width = self._spread(self.scored.half_width(confidence))
         return self.scores - width, self.scores + width
+
+    @cached_property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the intervals cannot be trusted, in words; empty where nothing speaks against them."""
+        return doubts(self)
 
     @property
     def data_stderr(self) -> Tensor | None:

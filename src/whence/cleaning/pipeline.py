@@ -26,7 +26,7 @@ from whence.cleaning.result import Cleaning, Harm
 from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
 from whence.model.selection import ParameterFilter
-from whence.operators import LinearOperator
+from whence.operators import LinearOperator, failures_become_typed
 from whence.options import CleanOptions, chosen_options, takes
 from whence.preconditioners import LowRank, nystrom
 from whence.preconditioners.low_rank import check_rank
@@ -43,6 +43,7 @@ __all__ = ["clean"]
 
 
 @takes(CleanOptions)
+@failures_become_typed()
 def clean(
     model: nn.Module,
     train: Any,
@@ -169,7 +170,7 @@ def measure_self_influence(
             LowRank,
             lambda: nystrom(
                 operator,
-                resolve_damping(options.damping, spectrum),
+                resolve_damping(options.damping, spectrum, rounding=gnh.rounding),
                 rank=size.rank,
                 generator=options.generator(11),
                 at_once=size.at_once,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -98,7 +99,7 @@ def plan(
     refine = 1.0
     if damping_sweep or not way.factored:  # EK-FAC needs no spectrum
         measured = _measure(gnh, options)
-        damping, _ = first_damping(options.damping, inputs.training, measured)
+        damping, _ = first_damping(options.damping, inputs.training, measured, rounding=gnh.rounding)
         choice = choice_for(gnh, measured, damping, queries, options)
         refine = choice.of("lissa").refine if options.refine is None else options.refine
         made = Plan.tuned(measured, damping, num_terms=gnh.num_terms, chains=options.chains, refine=refine)
@@ -275,7 +276,8 @@ def main() -> None:
 
 def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, top: int, json: bool) -> None:
     def keep(run: Run) -> None:
-        run.keep("command", Command, lambda: command)
+        if not run.has("result"):  # which nothing is left to repeat of
+            run.keep("command", Command, lambda: command)
 
     inputs = Inputs(command.inputs)
     page = _beside(report, run_dir, "report.html")
@@ -311,8 +313,13 @@ def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, t
 
 
 def _beside(given: Path | None, run_dir: Path | None, name: str) -> Path | None:
-    """Where a file goes: where it was asked for, else beside the run, else nowhere."""
-    return given or (None if run_dir is None else run_dir / name)
+    """Where a file goes: where it was asked for, else beside the run; nowhere without one, or on a read-only disk."""
+    if given is not None or run_dir is None:
+        return given
+    if run_dir.exists() and not os.access(run_dir, os.W_OK):
+        say(f"{run_dir} is read-only, so {name} is not written there; name another place for it")
+        return None
+    return run_dir / name
 
 
 def _text(path: Path | None) -> str | None:

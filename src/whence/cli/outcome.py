@@ -6,7 +6,6 @@ but the solver did not converge, or a validation doubts the scores; 130 interrup
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +14,12 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from whence.errors import InputError, SolverError, StorageError, WhenceError, WhenceWarning
+from whence.report.untrusted import json_visible, visible
 
-__all__ = ["NOT_CONVERGED", "errors_become_messages", "out", "print_json", "say", "tell"]
+__all__ = ["NOT_CONVERGED", "errors_become_messages", "out", "plain", "print_json", "say", "tell"]
 
 NOT_CONVERGED = 5
 _CODES = ((InputError, 2), (SolverError, 3), (StorageError, 4), (WhenceError, 1))
@@ -29,19 +30,24 @@ def out() -> Console:
     return Console(highlight=False)
 
 
+def plain(text: str, style: str = "") -> Text:
+    """Anything that comes from data or files, on one line: it commands no terminal, and its markup is text."""
+    return Text(" ".join(visible(text).split()), style)
+
+
 def tell(text: object) -> None:
-    """Print a part of the result as it is: markup is text, and lines are as long as they are."""
-    out().print(str(text), markup=False, soft_wrap=True)
+    """Print a part of the result: markup is text, controls are shown, and lines are as long as they are."""
+    out().print(visible(str(text)), markup=False, soft_wrap=True)
 
 
 def say(message: str) -> None:
     """Tell the user something that is not the result."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(message)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(visible(message))
 
 
 def print_json(value: Any) -> None:
     """A result for scripts."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(json_visible(value))
 
 
 @contextmanager

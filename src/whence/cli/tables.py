@@ -18,9 +18,10 @@ from whence.attribution.page import accuracy_words
 from whence.attribution.sweep import DampingForecast
 from whence.cleaning import Cleaning
 from whence.cleaning.result import Suspect
-from whence.cli.outcome import out, tell
+from whence.cli.outcome import out, plain, tell
 from whence.exhibit import Exhibit
 from whence.report.formatting import brief, shorten
+from whence.report.untrusted import visible
 from whence.solvers.auto import Choice, relative_error
 from whence.solvers.plan import Plan
 from whence.units import format_bytes, format_duration
@@ -28,6 +29,8 @@ from whence.units import format_bytes, format_duration
 __all__ = ["cleaning_as_json", "rows_as_json", "show_cleaning", "show_plan", "show_result"]
 
 _WIDTH = 60
+#: Columns of text, which may be cut; all others are of numbers.
+_TEXTS = ("id", "label → model says", "example")
 
 
 def show_plan(plan: Plan | None, choice: Choice | None, sweep: DampingForecast | None) -> None:
@@ -64,7 +67,7 @@ def show_result(result: Attribution, k: int) -> None:
     console = out()
     for q, exhibit in enumerate(result.queries):
         console.print()
-        console.print(Text(f"query {q}: ", style="bold") + Text(_asked(exhibit)))
+        console.print(Text(f"query {q}: ", style="bold") + plain(_asked(exhibit)))
         state = "converged" if bool(result.solve.converged[q]) else "NOT CONVERGED"
         if result.solve.limited and not bool(result.solve.converged[q]):
             state = "ended by the budget"
@@ -81,39 +84,61 @@ def show_result(result: Attribution, k: int) -> None:
         for harmful, name in ((False, "most helpful"), (True, "most harmful")):
             rows = [r for r in result.top(k, query=q, harmful=harmful) if (r.score < 0) == harmful]
             if rows:
-                console.print(_table(result, rows, name))
+                _show_rows(result, rows, name)
     if result.not_scored:
         tell(f"not everything was scored: {result.not_scored}")
     if result.solve.solver == "ekfac" or result.solve.limited:
         tell(f"\n{accuracy_words(result)} {result.solve.choice}".rstrip())
-    _show_notes(result.solve.events)
+    _show_notes((*result.doubts, *result.solve.events))
 
 
 def _show_notes(notes: Sequence[str]) -> None:
     for note in notes:
-        out().print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+        out().print(f"[yellow]note:[/] {escape(visible(note))}", soft_wrap=True)
 
 
-def _titled(name: str) -> Table:
-    return Table(title=name, title_justify="left", box=None, pad_edge=False)
+def _print(name: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table in which texts are cut where the terminal is narrow, and numbers are not: lines go on in the next one.
+
+    Widths are all given: left to itself, the library takes from all columns alike, down to nothing.
+    """
+    console, shown = out(), [[plain(cell) for cell in row] for row in rows]
+    widths = [
+        max(len(column), *(row[place].cell_len for row in shown), 0) for place, column in enumerate(columns)
+    ]
+    texts = sorted(
+        (place for place, column in enumerate(columns) if column in _TEXTS), key=widths.__getitem__
+    )
+    room = console.width - 2 * len(columns) - sum(w for place, w in enumerate(widths) if place not in texts)
+    for left, place in zip(range(len(texts), 0, -1), texts, strict=True):  # the short ones need not be cut
+        widths[place] = min(widths[place], max(10, room // left))
+        room -= widths[place]
+    table = Table(title=name, title_justify="left", box=None, pad_edge=False)
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(column, justify="left" if column in _TEXTS else "right", no_wrap=True, width=width)
+    for row in shown:
+        table.add_row(*row)
+    console.width = max(console.width, sum(widths) + 2 * len(columns))
+    console.print(table)
 
 
-def _table(result: Attribution, rows: list[Row], name: str) -> Table:
-    table = _titled(name)
-    for column in ("rank", "id", "score", "95% interval", "if removed", "dot product's rank", "example"):
-        table.add_column(column, justify="left" if column in ("id", "example") else "right", no_wrap=True)
+def _show_rows(result: Attribution, rows: list[Row], name: str) -> None:
+    cells = []
     for row in rows:
         exhibit = result.exhibits.get(row.index, Exhibit())
-        table.add_row(
-            str(row.rank) + ("" if row.separated else " ≈"),
-            Text(exhibit.id or str(row.index)),
-            f"{row.score:.3g}",
-            f"{row.low:.3g} … {row.high:.3g}",
-            f"{row.effect:+.2g} nat",
-            "" if row.dot_product_rank is None else str(row.dot_product_rank),
-            Text(_glimpse(exhibit)),
+        cells.append(
+            (
+                str(row.rank) + ("" if row.separated else " ≈"),
+                exhibit.id or str(row.index),
+                f"{row.score:.3g}",
+                f"{row.low:.3g} … {row.high:.3g}",
+                f"{row.effect:+.2g} nat",
+                "" if row.dot_product_rank is None else str(row.dot_product_rank),
+                _glimpse(exhibit),
+            )
         )
-    return table
+    columns = ("rank", "id", "score", "95% interval", "if removed", "dot product's rank", "example")
+    _print(name, columns, cells)
 
 
 def _asked(exhibit: Exhibit) -> str:
@@ -143,6 +168,7 @@ def rows_as_json(result: Attribution, k: int) -> list[dict[str, object]]:
             "converged": bool(result.solve.converged[q]),
             "solver": result.solve.solver,
             "accuracy": None if result.accuracy is None else list(result.accuracy),
+            "doubts": list(result.doubts),
             "residual": float(result.solve.residual[q]),
             "residual_stderr": float(result.solve.residual_stderr[q]),
             **{
@@ -175,11 +201,11 @@ def cleaning_as_json(result: Cleaning, top: int) -> dict[str, Any]:
 
 def show_cleaning(result: Cleaning, top: int) -> None:
     """The first of every ranking."""
-    console, bounds, scale = out(), result.found.bounds, result.found.calibration
-    console.print(_suspects(result, result.top(top), f"most suspicious by {result.by}"))
+    bounds, scale = result.found.bounds, result.found.calibration
+    _show_suspects(result, result.top(top), f"most suspicious by {result.by}")
     if result.harm is not None:
-        console.print()
-        console.print(_suspects(result, result.most_harmful(top), "most harmful for the queries", harm=True))
+        tell("")
+        _show_suspects(result, result.most_harmful(top), "most harmful for the queries", harm=True)
     exact = "" if scale is None else f"; scaled by exact solves for {scale.solves} examples"
     tell(
         f"\nself-influence from {result.found.rank} directions of the curvature; its bounds are a factor of "
@@ -188,35 +214,26 @@ def show_cleaning(result: Cleaning, top: int) -> None:
     _show_notes(result.notes)
 
 
-def _suspects(result: Cleaning, suspects: list[Suspect], name: str, *, harm: bool = False) -> Table:
-    table = _titled(name)
-    labelled = result.labels is not None
+def _show_suspects(result: Cleaning, suspects: list[Suspect], name: str, *, harm: bool = False) -> None:
+    labelled, cells = result.labels is not None, []
     measured = ("harm", "95% interval") if harm else ("self-influence", "bounds")
     says_column = ["label → model says"] if labelled else []
-    for column in ("rank", "id", *measured, "loss", "gradient", *says_column, "example"):
-        text = column in ("id", "label → model says", "example")
-        # Where the terminal is narrow, texts are cut and numbers are not.
-        least = None if text else max(len(column), 13 if column == measured[1] else 4)
-        table.add_column(
-            column,
-            justify="left" if text else "right",
-            no_wrap=True,
-            min_width=10 if column == "id" else least,
-        )
     for one in suspects:
         numbers: tuple[float | None, ...] = (one.self_influence, one.low, one.high)
         if harm:
             numbers = (one.score, one.score_low, one.score_high)
         value, low, high = (math.nan if number is None else number for number in numbers)
         says = "" if one.probability is None else f"{one.label} → {one.prediction} ({one.probability:.0%})"
-        table.add_row(
-            str(one.rank),
-            Text(one.id),
-            brief(value, 3),
-            f"{brief(low, 2)} … {brief(high, 2)}",
-            brief(one.loss, 3),
-            brief(one.gradient_norm, 3),
-            *([Text(says)] if labelled else []),
-            Text(_glimpse(result.exhibits.get(one.index, Exhibit()))),
+        cells.append(
+            (
+                str(one.rank),
+                one.id,
+                brief(value, 3),
+                f"{brief(low, 2)} … {brief(high, 2)}",
+                brief(one.loss, 3),
+                brief(one.gradient_norm, 3),
+                *([says] if labelled else []),
+                _glimpse(result.exhibits.get(one.index, Exhibit())),
+            )
         )
-    return table
+    _print(name, ("rank", "id", *measured, "loss", "gradient", *says_column, "example"), cells)

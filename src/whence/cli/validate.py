@@ -12,7 +12,7 @@ from rich.text import Text
 from whence.attribution import load
 from whence.cli.inputs import Command, Inputs
 from whence.cli.options import AsJson, guarded
-from whence.cli.outcome import NOT_CONVERGED, out, print_json
+from whence.cli.outcome import NOT_CONVERGED, out, plain, print_json, tell
 from whence.errors import OptionError, RunDirectoryError
 from whence.report.checks import LIMITS, Validation
 from whence.runs import as_json, holds, read
@@ -73,7 +73,7 @@ def validate_command(
         print_json({**as_json(found), **told})
     else:
         _show(out(), found)
-        out().print(f"\npage: {page}", markup=False, soft_wrap=True)
+        tell(f"\npage: {page}")
     if found.verdict == "doubt":  # done, but not to be relied on: as of a solve that did not converge
         raise typer.Exit(NOT_CONVERGED)
 
@@ -93,10 +93,10 @@ def parse_duration(text: str) -> float:
 
 def _show(console: Console, found: Validation) -> None:
     """The conclusion, then each check with its verdict."""
-    console.print(Text(found.summary, style="bold"))
+    console.print(plain(found.summary, "bold"))
     for check in found.checks:
         word = check.verdict if check.ran else "not run"
         console.print()
-        console.print(Text(f"{word}: ", style=_STYLES[check.verdict]) + Text(check.question))
-        console.print(Text(check.sentence))
+        console.print(Text(f"{word}: ", style=_STYLES[check.verdict]) + plain(check.question))
+        console.print(plain(check.sentence))
     console.print(f"\n{LIMITS}", markup=False, style="dim")

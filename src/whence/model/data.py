@@ -16,17 +16,25 @@ expectation is the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
-from whence.errors import DataError
+from whence.errors import DataError, WhenceError
 from whence.tasks import Batch, Task
 
 __all__ = ["TermSet"]
+
+#: Examples that are read twice, to see whether they are the same: a picture that is mirrored half of the time passes
+#: so many times in a row with a chance of 2⁻³².
+_READ_TWICE = 32
+#: More examples than this are not counted but made up.
+_MOST = 2**40
+_FORM = "Give examples as the task reads them: (x, y), or a dict with labels or input_ids"
 
 
 class TermSet:
@@ -45,19 +53,21 @@ class TermSet:
                 f"the data are a dict of {sorted(map(str, data))}; give a list of examples, each a dict of its "
                 "own, or a TensorDataset"
             )
-        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        random_access = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        if not random_access or isinstance(data, IterableDataset):
             raise DataError(
                 f"the data are a {type(data).__name__}; whence needs random access: a map-style dataset with "
                 "__len__ and __getitem__ (a list of examples will do)"
             )
-        if len(data) == 0:
-            raise DataError("the data set is empty; give at least one example")
+        count = _length(data)
         self.data, self.task, self.device = data, task, device
         #: Outputs per term, once the model has been run: lets every batch's targets be checked.
         self.width: int | None = None
+        #: Which kinds of numbers batches hold, as the first one showed.
+        self.kinds: dict[str, str] | None = None
         #: The chance of each example to be drawn, where it is not the same for all; see `whence.model.importance`.
         self.importance: Tensor | None = None
-        self.indices = torch.arange(len(data)) if indices is None else indices
+        self.indices = torch.arange(count) if indices is None else indices
         self._lengths = self._count()
         self.num_terms = len(self.indices) if self._lengths is None else int(self._lengths.sum())
         if self.num_terms == 0:
@@ -74,7 +84,18 @@ class TermSet:
             return None
         if per_example is not None:
             return torch.full((len(self.indices),), per_example)
-        return torch.tensor([self.task.count_terms(self.data[i]) for i in self.indices.tolist()])
+        counts = []
+        for index in self.indices.tolist():
+            example = self._read(index)
+            with _naming(f"the terms of example {index} of the data cannot be counted", _FORM):
+                counts.append(self.task.count_terms(example))
+        return torch.tensor(counts)
+
+    def _read(self, index: int) -> Any:
+        with _naming(
+            f"example {index} of the data cannot be read", "Mend its __getitem__, or leave the example out"
+        ):
+            return self.data[index]
 
     @property
     def terms_per_example(self) -> float:
@@ -98,9 +119,9 @@ class TermSet:
             return torch.randperm(len(self), generator=generator, device=device)[:examples].cpu(), None
         return torch.randint(len(self), (examples,), generator=generator, device=device).cpu(), None
 
-    def expect_outputs(self, width: int | None) -> None:
-        """Let every batch's targets be checked against so many outputs per term."""
-        self.width = width
+    def expect(self, width: int | None, kinds: dict[str, str] | None = None) -> None:
+        """Let every batch be checked: its targets against so many outputs per term, its numbers against these kinds."""
+        self.width, self.kinds = width, self.kinds if kinds is None else kinds
 
     def draw_by(self, probabilities: Tensor | None) -> None:
         """From here on draw examples with these chances; None: all alike."""
@@ -123,16 +144,21 @@ class TermSet:
     def fetch(self, positions: Tensor) -> Batch:
         """The examples at these positions, as one batch on the device."""
         indices = self.indices[positions]
-        if isinstance(self.data, TensorDataset):
-            batch = self.task.assemble([tensor[indices] for tensor in self.data.tensors])
-        else:
-            batch = self.task.collate([self.data[i] for i in indices.tolist()])
-        batch = replace(batch, indices=indices)
-        bad = batch.non_finite()
-        if len(bad):
-            raise DataError(f"{batch.name(int(bad[0]))} holds NaN or infinity; remove or repair it")
-        self.task.check_targets(batch, self.width)
-        return batch.to(self.device)
+        examples = None if isinstance(self.data, TensorDataset) else [self._read(i) for i in indices.tolist()]
+        with _naming(
+            f"example {int(indices[0])} of the data, with {len(indices) - 1} others, is no batch", _FORM
+        ):
+            if examples is None:
+                batch = self.task.assemble([tensor[indices] for tensor in self.data.tensors])
+            else:
+                batch = self.task.collate(examples)
+            batch = replace(batch, indices=indices)
+            self._check_kinds(batch)
+            bad = batch.non_finite()
+            if len(bad):
+                raise DataError(f"{batch.name(int(bad[0]))} holds NaN or infinity; remove or repair it")
+            self.task.check_targets(batch, self.width)
+            return batch.to(self.device)
 
     def batches(self, positions: Tensor, size: int, weights: Tensor | None = None) -> Iterator[Batch]:
         """Micro-batches of at most ``size`` examples; similar lengths together, to pad little."""
@@ -159,11 +185,57 @@ class TermSet:
             pass
 
     def spread(self, count: int) -> Tensor:
-        """Positions of up to ``count`` examples, spread over the data."""
+        """Up to ``count`` positions, evenly over the data."""
         return torch.linspace(0, len(self) - 1, min(count, len(self)), dtype=torch.float64).long()
+
+    def _check_kinds(self, batch: Batch) -> None:
+        """Refuse a batch of other kinds of numbers than the first: the model would fail on it, or read it otherwise."""
+        kinds = batch.kinds()
+        if self.kinds is None:
+            self.kinds = kinds
+        for name, kind in kinds.items():
+            if kind != self.kinds.get(name, kind):
+                raise DataError(
+                    f"the field {name!r} of {batch.name(0)} is {kind}, and {self.kinds[name]} elsewhere; convert all "
+                    "examples to one dtype"
+                )
+
+    def check_repeatable(self) -> None:
+        """Refuse data that are others at every access: each product and each score would be about another set."""
+        if isinstance(self.data, TensorDataset):
+            return
+        for position in self.spread(_READ_TWICE):
+            first, second = (self.fetch(position.reshape(1)) for _ in range(2))
+            if not first.same_as(second):
+                raise DataError(
+                    f"{first.name(0)} is another one at every access, as random augmentation makes it. Switch "
+                    "that off (the evaluation transform), or read every example once and keep it in a list"
+                )
 
     def longest(self, count: int) -> Tensor:
         """Positions of the ``count`` examples with the most terms: the ones that need most memory."""
         if self._lengths is None:
             return torch.arange(min(count, len(self)))
         return self._lengths.argsort(descending=True)[:count]
+
+
+@contextmanager
+def _naming(problem: str, remedy: str) -> Iterator[None]:
+    """Whatever a stranger's data or code raise in here becomes a `DataError` that says where."""
+    try:
+        yield
+    except (WhenceError, MemoryError):
+        raise
+    except Exception as error:
+        raise DataError(f"{problem}: {type(error).__name__}: {error}. {remedy}") from error
+
+
+def _length(data: Any) -> int:
+    """How many examples there are; refuses none at all, and what no data can hold."""
+    with _naming("the number of examples cannot be told", "Mend the data set's __len__"):
+        count = len(data)
+    if count == 0:
+        raise DataError("the data set is empty; give at least one example")
+    if count > _MOST:
+        raise DataError(f"the data say that they hold {count} examples; more than 2^40 cannot be right")
+    return count

@@ -27,6 +27,7 @@ from whence.model.inspection import (
     check_convexity,
     check_determinism,
     check_finite,
+    check_independence,
     check_mode,
     check_outputs,
     fitting_micro_batch,
@@ -102,11 +103,13 @@ class GaussNewton(LinearOperator):
         self.task = task
         self.terms = TermSet(data, task, self.network.device)
         pilot = self.terms.fetch(self.terms.longest(2))
-        self.terms.expect_outputs(check_outputs(self.network, pilot))
+        self.terms.expect(check_outputs(self.network, pilot))
         self.terms.look_through(_EXAMPLES_CHECKED)
+        self.terms.check_repeatable()
         check_determinism(self.network, pilot)
         if not task.known_convex:
             check_convexity(self.network, self.terms.batches(self.terms.spread(_CURVATURES_CHECKED), 2))
+        check_independence(self.network, self.terms)
         self.micro_batch = micro_batch or fitting_micro_batch(self.network, pilot, memory=ACTIVATION_BUDGET)
         self._differences: FiniteDifferences | None = None
         self._example_gradients: ExampleGradients | None = None
@@ -128,6 +131,14 @@ class GaussNewton(LinearOperator):
     def num_parameters(self) -> int:
         """Dimension of parameter space."""
         return sum(p.numel() for p in self.network.parameters.values())
+
+    @property
+    def rounding(self) -> float:
+        """The rounding unit of vectors."""
+        return max(
+            torch.finfo(torch.promote_types(p.dtype, torch.float32)).eps
+            for p in self.network.parameters.values()
+        )
 
     @property
     def num_terms(self) -> int:

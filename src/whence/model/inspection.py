@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from whence.errors import DataError, ModelError
+from whence.errors import ModelError
+from whence.model.data import TermSet
 from whence.model.network import Network
 from whence.tasks import Batch
 
@@ -18,6 +19,7 @@ __all__ = [
     "check_convexity",
     "check_determinism",
     "check_finite",
+    "check_independence",
     "check_mode",
     "check_outputs",
     "fitting_micro_batch",
@@ -28,6 +30,9 @@ _CACHE = 8 * 2**20
 _LARGEST_MICRO_BATCH = 1024
 #: Directions in which the curvature of a loss is looked at, for every example.
 _DIRECTIONS = 4
+#: Examples that are run together and alone, and by how much of their size outputs may then differ: kernels round
+#: otherwise for other batches.
+_TOGETHER, _ALIKE = 4, 1e-3
 
 
 def check_mode(model: nn.Module) -> None:
@@ -45,6 +50,15 @@ def check_mode(model: nn.Module) -> None:
                 f"the layer {name!r} ({type(module).__name__}) is in training mode although the model is not. "
                 "Call model.eval() on the whole model"
             )
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise ModelError(
+                f"the layer {name!r} ({type(module).__name__}) has no running statistics, so outputs depend on the "
+                "rest of the batch. Give it those of the training (track_running_stats=True)"
+            )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(
+            "the model's parameters are on the meta device, without numbers; load its weights first"
+        )
 
 
 def _check_plain(name: str, module: nn.Module) -> None:
@@ -69,7 +83,7 @@ def _check_plain(name: str, module: nn.Module) -> None:
 
 def check_outputs(network: Network, batch: Batch) -> int:
     """Run the model on a batch, refuse what its task cannot use, and return the number of outputs per term."""
-    outputs = _outputs_with_graph(network, batch)
+    outputs = network.outputs(batch, network.leaves())
     if not outputs.is_floating_point():
         raise ModelError(
             f"the model's outputs are {outputs.dtype}; they must be real numbers, such as logits"
@@ -104,23 +118,6 @@ def _check_swapped(network: Network, outputs: Tensor) -> None:
             f"the model reads {missed[0]!r} from a copy of its own, kept outside of its modules (a list, a closure, "
             "scripted code), so its derivatives cannot be taken. Read parameters through their modules in forward"
         )
-
-
-def _outputs_with_graph(network: Network, batch: Batch) -> Tensor:
-    try:
-        return network.outputs(batch, network.leaves())
-    except IndexError as error:
-        indices = [t for t in (*batch.args, *batch.kwargs.values()) if not t.is_floating_point()]
-        largest = max((int(t.max()) for t in indices), default=0)
-        raise DataError(
-            f"the model looked up an index out of its range ({error}); the largest in the first examples is "
-            f"{largest}. Check that the tokenizer belongs to the model"
-        ) from error
-    except (RuntimeError, TypeError) as error:
-        raise ModelError(
-            f"the model failed on the first examples: {error}. Check that they have the fields, shapes and dtype "
-            "that its forward takes"
-        ) from error
 
 
 def check_finite(outputs: Tensor) -> None:
@@ -167,6 +164,34 @@ def check_determinism(network: Network, batch: Batch) -> None:
             f"the model is not deterministic: two passes over the same batch differ by {difference:.3g}. "
             "Dropout may be active in functional form; switch it off"
         )
+
+
+def check_independence(network: Network, terms: TermSet) -> None:
+    """Refuse a model whose outputs for an example depend on which others it is run with.
+
+    A derivative of an example's loss would then be about its batch. Outputs are compared; of sequences that are padded
+    in company, whose outputs are longer there, losses.
+    """
+    with torch.no_grad():
+        positions = terms.spread(_TOGETHER)
+        together = terms.fetch(positions)
+        joint = network.outputs(together)
+        joint_losses = network.task.query_losses(joint, together)
+        for position in range(together.size):
+            alone = terms.fetch(positions[position : position + 1])
+            single = network.outputs(alone)
+            if single.shape[1:] == joint.shape[1:]:
+                found, expected = single[0], joint[position]
+            else:
+                found, expected = network.task.query_losses(single, alone)[0], joint_losses[position]
+            rounding = 32 * torch.finfo(expected.dtype).eps
+            difference, scale = float((found - expected).abs().max()), float(joint.abs().max())
+            if difference > max(_ALIKE, rounding) * max(scale, 1e-30):
+                raise ModelError(
+                    f"the model's outputs for {together.name(position)} differ by {difference:.3g} when it is run "
+                    "alone and with others: something depends on the rest of the batch, such as batch statistics. Use "
+                    "statistics of the training (BatchNorm's running ones) or a normalisation within the example"
+                )
 
 
 def fitting_micro_batch(network: Network, pilot: Batch, *, memory: int) -> int:

@@ -13,7 +13,8 @@ parameters, so whatever is said of scalar damping holds for it. Solvers and scor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from whence.backward import pulled_back, seeded
-from whence.errors import OptionError
+from whence.errors import DataError, ModelError, OptionError, WhenceError
 from whence.model.grouped import may_group
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
@@ -39,6 +40,33 @@ def adding_to(out: ParamVector, weight: float) -> Receiver:
         out[name].add_(gradient, alpha=weight)
 
     return receive
+
+
+@contextmanager
+def _explaining(batch: Batch) -> Iterator[None]:
+    """Whatever a stranger's model raises in here becomes an error that says on which examples."""
+    try:
+        yield
+    except (WhenceError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise _explained(error, batch) from error
+
+
+def _explained(error: Exception, batch: Batch) -> DataError | ModelError:
+    """What a model raised, with the examples that it raised it on."""
+    where = batch.name(0) + (f" or another one of the {batch.size} in its batch" if batch.size > 1 else "")
+    if isinstance(error, IndexError):
+        indices = [t for t in (*batch.args, *batch.kwargs.values()) if not t.is_floating_point()]
+        largest = max((int(t.max()) for t in indices if t.numel()), default=0)
+        return DataError(
+            f"the model looked up an index out of its range ({error}); the largest in {where} is {largest}. Check that "
+            "the tokenizer belongs to the model"
+        )
+    return ModelError(
+        f"the model failed on {where}: {type(error).__name__}: {error}. Check that they have the fields, shapes and "
+        "dtype that its forward takes"
+    )
 
 
 class _TaskModule(nn.Module):
@@ -134,21 +162,27 @@ class Network:
         return {name: value.requires_grad_() for name, value in self.values().items()}
 
     def outputs(self, batch: Batch, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The outputs, with ``parameters`` in place of the model's own where given; in float32 at least."""
+        """The outputs, with ``parameters`` in place of the model's own where given; in float32 at least.
+
+        Raises:
+            ModelError, DataError: the model raised something; says on which examples.
+        """
         if parameters is None and not self.low_precision:
             return self.as_it_is(batch)
         tensors = self.values() if parameters is None else dict(parameters)
         if self.low_precision:
             tensors, batch = self.constants() | tensors, batch.map(widened)
         swapped = {f"model.{slot}": tensor for name, tensor in tensors.items() for slot in self._slots[name]}
-        # torch would tie weights by all their names, of which a module with two has each put back over the other
-        result = functional_call(self._module, swapped, (batch,), tie_weights=False)
+        with _explaining(batch):
+            # torch would tie weights by all their names, of which a module with two has each put back over the other
+            result = functional_call(self._module, swapped, (batch,), tie_weights=False)
         assert isinstance(result, Tensor)
         return result
 
     def as_it_is(self, batch: Batch) -> Tensor:
         """The outputs of the model itself, with whatever its parameters hold at the moment."""
-        return self.task.outputs(self.model, batch)
+        with _explaining(batch):
+            return self.task.outputs(self.model, batch)
 
     def pull_back(
         self,

@@ -80,6 +80,10 @@ def _as_predicate(params: ParameterFilter) -> Callable[[str], bool]:
         raise OptionError(f"params must be a list of patterns or a predicate; write [{params!r}]")
     if callable(params):
         return params
+    if not isinstance(params, Iterable):
+        raise OptionError(
+            f"params is {params!r}; give a list of patterns, as ['model.layers.*'], or a predicate"
+        )
     patterns = list(params)
     for pattern in patterns:
         if not isinstance(pattern, str):

@@ -1,7 +1,8 @@
-"""Text, links and images that come from data: made safe to put on a page, and honest to look at.
+"""Text, links and images that come from data: made safe to put on a page or a terminal, and honest to look at.
 
 Escaping is the templates' (autoescape is on everywhere). Here is what escaping does not do: characters that
-would be invisible or would reorder their neighbours, addresses that would run code, bytes that are no image.
+would be invisible, would reorder their neighbours or command a terminal, addresses that would run code, bytes that are
+no image.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from urllib.parse import quote, urlsplit
 
 from markupsafe import Markup
 
-__all__ = ["Picture", "href", "picture", "script_json", "visible"]
+__all__ = ["Picture", "href", "json_visible", "picture", "script_json", "visible"]
 
-# Controls but tab and newline; bidirectional overrides; halves of surrogate pairs; noncharacters.
+# Controls but tab and newline; bidirectional marks and overrides; spaces and joiners without width but those that words
+# are written with; other ends of lines; halves of surrogate pairs; noncharacters; tags.
 _HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufdd0-\ufdef"
+    "\ufeff\ufffe\uffff\U000e0000-\U000e007f]"
 )
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
 _CONTROL_NAMES = (
@@ -37,6 +40,19 @@ def visible(text: str) -> str:
         ('a‹NUL›b‹ESC›[0m', 'one\ntwo', '‹U+202E›evil')
     """
     return _HIDDEN.sub(lambda match: _symbol(match[0]), text.replace("\r\n", "\n"))
+
+
+def json_visible(value: Any) -> str:
+    r"""JSON for people and scripts: as readable as `visible` text, and the same value when it is read back.
+
+    Example:
+        >>> print(json_visible({"id": "\x9b2J é"}))
+        {
+          "id": "\u009b2J é"
+        }
+    """
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    return _HIDDEN.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def _symbol(character: str) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,11 +59,14 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         StorageError: when the file cannot be written; what was there before is still there.
     """
     temporary: Path | None = None
+    handle: int | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
-        os.close(handle)
+        prefix = f"{TEMPORARY}{zlib.crc32(path.name.encode('utf-8', 'surrogateescape')):08x}-"
+        _sweep_left(path.parent, prefix)
+        handle, name = tempfile.mkstemp(prefix=prefix, dir=path.parent)
         temporary = Path(name)
+        _lock(handle)
         write(temporary)
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
@@ -75,6 +79,31 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         if temporary is not None:  # it is in its place by now, or not needed any more
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+        if handle is not None:
+            os.close(handle)  # and with it the lock
+
+
+def _sweep_left(directory: Path, prefix: str) -> None:
+    """Delete what killed processes left of the same file: temporary ones that nobody holds locked."""
+    with contextlib.suppress(OSError):
+        for path in directory.glob(f"{prefix}*"):
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if _lock(handle):
+                    path.unlink()
+            finally:
+                os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    """Lock an open file until it is closed, or its process dies; False where it is another's, or cannot be locked."""
+    try:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):
+        return False
+    return True
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -80,7 +80,7 @@ class Scorer:
             raise VectorError("a direction holds NaN or infinity: its solve did not end well. Solve it again")
         self.gnh, self.directions = gnh, directions
         self.terms = gnh.terms if data is None else TermSet(data, gnh.task, gnh.network.device)
-        self.terms.expect_outputs(gnh.terms.width)
+        self.terms.expect(gnh.terms.width, gnh.terms.kinds)
         self._pilot = self.terms.fetch(self.terms.longest(2))
         #: The counted work of one example, and what the choice was made from.
         self.work: Work = count_work(gnh, self._pilot)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from whence.errors import OptionError, VectorError
-from whence.operators import Damped
+from whence.operators import Damped, failures_become_typed
 from whence.progress import ticker
 from whence.solvers.plan import Plan
 from whence.solvers.shifted import Shifted
@@ -325,6 +325,7 @@ class Solver(ABC, Generic[S]):
         """The solver for one more round after so many: itself, unless a round goes on to a smaller error."""
         return self
 
+    @failures_become_typed()
     def solve(
         self,
         A: Damped,

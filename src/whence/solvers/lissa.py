@@ -47,6 +47,9 @@ from whence.vectors import ParamVector
 
 __all__ = ["Chain", "Lissa", "LissaState"]
 
+#: A solve of more steps than this, over all chains, ends on no machine.
+_MOST_PRODUCTS = 10**8
+
 
 @dataclass
 class Chain:
@@ -145,6 +148,12 @@ class Lissa(Solver[LissaState]):
             check_made_for(A, self.plan.damping, "plan")
         else:
             check_made_for(A, self.preconditioner.damping)
+        if self.plan.num_products > _MOST_PRODUCTS:
+            raise OptionError(
+                f"the plan asks for {self.plan.num_products:.2g} steps, as λmax/λ is "
+                f"{self.plan.condition_number:.2g} and LiSSA takes about twice that in each of "
+                f"{self.plan.chains} chains. Use solver='cg', or a larger damping"
+            )
         if self.plan.batch_size > A.num_terms:
             raise OptionError(
                 f"the plan asks for batches of {self.plan.batch_size} terms, the data hold {A.num_terms}. "

@@ -47,17 +47,28 @@ def check_damping(damping: float | str) -> None:
         raise OptionError(f"damping is {damping}; give a positive number or 'auto'")
 
 
-def resolve_damping(damping: float | str, spectrum: Spectrum) -> float:
-    """λ itself, from a number, ``"auto"``, ``"auto/4"``, or ``"lambda_max/50"``."""
+def resolve_damping(damping: float | str, spectrum: Spectrum, *, rounding: float = 0.0) -> float:
+    """λ itself, from a number, ``"auto"``, ``"auto/4"``, or ``"lambda_max/50"``.
+
+    With the rounding unit ε of vectors, refuses a λ outside of ``ε·λmax … λmax/ε``: next to the larger, the smaller
+    would have no digits.
+    """
     check_damping(damping)
-    if not isinstance(damping, str):
-        return damping
-    of_auto = part_of_auto(damping)
+    top, of_auto = spectrum.lambda_max.value, part_of_auto(damping)
     if of_auto is not None:
-        return auto_damping(spectrum) / of_auto
-    part = _PART.fullmatch(damping)
-    assert part is not None
-    return spectrum.lambda_max.value / float(part[2])
+        found = auto_damping(spectrum) / of_auto
+    elif isinstance(damping, str):
+        part = _PART.fullmatch(damping)
+        assert part is not None
+        found = top / float(part[2])
+    else:
+        found = damping
+    if rounding and not rounding * top <= found <= top / rounding:
+        raise OptionError(
+            f"damping is {found:.3g} and λmax {top:.3g}: with a rounding of {rounding:.1g}, the smaller is lost beside "
+            f"the larger. Give a λ between {rounding * top:.2g} and {top / rounding:.2g}, such as 'lambda_max/200'"
+        )
+    return found
 
 
 def part_of_auto(damping: float | str) -> float | None:

@@ -173,7 +173,7 @@ def _json_records(path: Path, encoding: str) -> Records:
     if not text.lstrip().startswith("["):
         try:
             json.loads(text.lstrip().partition("\n")[0])
-        except ValueError:
+        except (ValueError, RecursionError):
             pass  # one object over several lines, or nothing of the kind: said below
         else:
             return JsonLines(path, encoding)

@@ -13,6 +13,9 @@ from whence.sources.files import parse_json, read_text
 
 __all__ = ["Labels", "labels_for"]
 
+#: More classes than any model has outputs.
+_MOST_CLASSES = 10**7
+
 
 @dataclass(frozen=True)
 class Labels:
@@ -63,12 +66,12 @@ class Labels:
     def from_file(cls, path: str | Path) -> Labels:
         """Read ``labels.json``: a list of names, or an object from name to number or from number to name."""
         content = parse_json(read_text(Path(path)), str(path), "write a list of class names")
-        if isinstance(content, list) and content and all(isinstance(name, str) for name in content):
-            return cls(tuple(content))
         names = _ordered_names(content) if isinstance(content, dict) else None
-        if names is None:
+        if isinstance(content, list) and content and all(isinstance(name, str) for name in content):
+            names = tuple(content)
+        if names is None or len(set(names)) < len(names):
             raise DataError(
-                f"{path} must hold a list of class names, or an object that numbers them from 0, such as "
+                f"{path} must hold a list of different class names, or an object that numbers them from 0, such as "
                 '{"cat": 0, "dog": 1}'
             )
         return cls(names)
@@ -103,6 +106,10 @@ def labels_for(values: Sequence[Any], given: Labels | None, stored: Sequence[str
     numbers = [_whole_number(value) for value in values]
     known = [number for number in numbers if number is not None]
     if len(known) == len(values) and min(known, default=0) >= 0:
+        if max(known) >= _MOST_CLASSES:
+            raise DataError(
+                f"the label {max(known)} would mean as many classes; give labels as names, or number them from 0"
+            )
         return Labels(tuple(map(str, range(max(known) + 1))))
     return Labels(tuple(sorted({str(value) for value in values})))
 
@@ -120,6 +127,6 @@ def _ordered_names(mapping: Mapping[Any, Any]) -> tuple[str, ...] | None:
 def _whole_number(value: Any) -> int | None:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value):
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
         return int(value)
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -47,16 +48,22 @@ class _ParquetRows:
     def __getitem__(self, number: int) -> Any:
         group = bisect_right(self._ends, number)
         inner = number - (self._ends[group - 1] if group else 0)
-        return self._group(group).slice(inner, 1).to_pylist()[0]
+        with self._refusing(group):
+            return self._group(group).slice(inner, 1).to_pylist()[0]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for group in range(len(self._ends)):
             for batch in self._group(group).to_batches(max_chunksize=256):
-                yield from batch.to_pylist()
+                with self._refusing(group):
+                    rows = batch.to_pylist()
+                yield from rows
 
     def _read_group(self, group: int) -> Any:
-        with refusing(DataError, f"{self._path}: row group {group} cannot be read", "fetch it again"):
+        with self._refusing(group):
             return self._file.read_row_group(group)
+
+    def _refusing(self, group: int) -> AbstractContextManager[None]:
+        return refusing(DataError, f"{self._path}: row group {group} cannot be read", "fetch it again")
 
     def classes(self) -> dict[str, list[str]]:
         """The classes of label columns, which the datasets library writes into the file's metadata."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import OptionError, SolverError, WhenceWarning
-from whence.operators import Damped, LinearOperator, check_damping
+from whence.operators import Damped, LinearOperator, check_damping, failures_become_typed
 from whence.spectrum.density import Density
 from whence.spectrum.estimate import Estimate
 from whence.spectrum.lambda_max import LanczosResult, lanczos
@@ -176,6 +176,7 @@ class Spectrum:
         return "\n".join(lines)
 
 
+@failures_become_typed()
 def estimate_spectrum(
     operator: LinearOperator,
     *,

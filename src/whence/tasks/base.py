@@ -63,6 +63,19 @@ class Batch:
         """Move to a device; floating-point tensors also to ``dtype`` where given."""
         return self.map(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None))
 
+    def kinds(self) -> dict[str, str]:
+        """Which kind of numbers each field holds: the dtype of an input, and whether targets are real or whole."""
+        fields = {f"input {i}" if i else "input": tensor for i, tensor in enumerate(self.args)} | dict(
+            self.kwargs
+        )
+        kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in fields.items()}
+        return kinds | {"target": "real numbers" if self.targets.is_floating_point() else "whole numbers"}
+
+    def same_as(self, other: Batch) -> bool:
+        """Whether inputs and targets are equal, bit for bit."""
+        mine, theirs = ({**dict(enumerate(b.args)), **b.kwargs, "": b.targets} for b in (self, other))
+        return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
     def non_finite(self) -> Tensor:
         """Positions of the examples with NaN or infinity in their inputs or targets."""
         bad = torch.zeros(self.size, dtype=torch.bool)

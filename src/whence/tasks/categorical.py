@@ -82,26 +82,32 @@ class CategoricalTask(Task):
                 f"the model's outputs have shape {tuple(outputs.shape)} for targets of shape "
                 f"{tuple(targets.shape)}; {type(self).__name__} reads logits [*targets.shape, classes]"
             )
+        self.check_targets(batch, outputs.shape[-1])
+        if _are_probabilities(outputs):
+            raise ModelError(
+                "the model's outputs are probabilities: none is negative, and every row adds up to 1. "
+                f"{type(self).__name__} reads logits: leave out the softmax at the end. If training did take the "
+                "cross-entropy of such outputs, give that loss as a ConvexLoss"
+            )
+
+    def check_targets(self, batch: Batch, width: int | None) -> None:
+        targets = batch.targets
         if targets.is_floating_point() or targets.dtype == torch.bool:
             raise DataError(
                 f"targets must be integer class labels, got {targets.dtype}; "
                 "use Regression for real-valued targets"
             )
-        classes = outputs.shape[-1]
-        if classes == 1:
+        if width is None:
+            return
+        if width == 1:
             raise ModelError(
                 f"the model has one output per term, of which a softmax is always 1; {type(self).__name__} needs two "
                 "classes or more. Use BinaryClassification or Regression"
             )
-        if self.class_weights is not None and len(self.class_weights) != classes:
+        if self.class_weights is not None and len(self.class_weights) != width:
             raise OptionError(
-                f"there are {len(self.class_weights)} class_weights for {classes} outputs; give one for each"
+                f"there are {len(self.class_weights)} class_weights for {width} outputs; give one for each"
             )
-        self.check_targets(batch, classes)
-
-    def check_targets(self, batch: Batch, width: int | None) -> None:
-        if width is None:
-            return
         wrong = ((batch.targets < 0) & (batch.targets != IGNORED)) | (batch.targets >= width)
         if bool(wrong.any()):
             position = tuple(wrong.nonzero()[0].tolist())
@@ -248,3 +254,12 @@ class CategoricalTask(Task):
         if bool(ignored.any()):
             probabilities[ignored] = 0.0
         return probabilities
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    """Whether a softmax was applied already. Logits add up to 1 in every row by no accident."""
+    if not outputs.is_floating_point() or outputs.shape[-1] < 2 or bool((outputs < 0).any()):
+        return False
+    sums = outputs.detach().double().sum(-1)
+    allowed = max(1e-4, 8 * torch.finfo(outputs.dtype).eps)
+    return bool(((sums - 1).abs() <= allowed).all())

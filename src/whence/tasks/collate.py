@@ -66,6 +66,13 @@ def stack_values(name: str, values: Sequence[Any]) -> Tensor:
         tensors = [torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"the field {name!r} cannot become a tensor: {error}") from error
+    kinds = {tensor.dtype for tensor in tensors}
+    if len(kinds) > 1 and any(kind.is_floating_point or kind == torch.bool for kind in kinds):
+        odd = next(i for i, tensor in enumerate(tensors) if tensor.dtype != tensors[0].dtype)
+        raise DataError(
+            f"the field {name!r} mixes {tensors[0].dtype} and {tensors[odd].dtype} (example {odd} of its batch); "
+            "convert all examples to one dtype"
+        )
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) == 1:
         return torch.stack(tensors)

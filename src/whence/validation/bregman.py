@@ -70,7 +70,7 @@ class BregmanObjective:
         )
         self.terms = TermSet(train, task, self.network.device)
         pilot = self._widened(self.terms.fetch(self.terms.longest(2)))
-        self.terms.expect_outputs(check_outputs(self.network, pilot))
+        self.terms.expect(check_outputs(self.network, pilot))
         check_determinism(self.network, pilot)
         if importance is not None and not (
             importance.shape == (len(self.terms),) and bool(((importance > 0) & importance.isfinite()).all())
@@ -92,7 +92,7 @@ class BregmanObjective:
     def examples(self, data: Any, at_once: int) -> Iterator[Batch]:
         """Points or queries in their order, ``at_once`` to a batch."""
         terms = TermSet(data, self.task, self.network.device)
-        terms.expect_outputs(self.terms.width)
+        terms.expect(self.terms.width, self.terms.kinds)
         for positions in torch.arange(len(terms)).split(at_once):
             yield self._widened(terms.fetch(positions))
 
