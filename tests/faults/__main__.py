@@ -16,8 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from kills import kill_everywhere, really_killed  # noqa: E402
-from subjects import KINDS  # noqa: E402
+from kills import kill_everywhere, really_killed
+from subjects import KINDS
 
 
 def main() -> int:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from whence.attribution.exhibits import Describe, class_name, describer
-from whence.attribution.job import operator_identity, query_terms
+from whence.attribution.identity import operator_identity, recognise
+from whence.attribution.job import query_terms
 from whence.attribution.pipeline import attribute
 from whence.attribution.scored import half_width
 from whence.attribution.scores import keep_parts, part_of_minute
@@ -101,6 +102,7 @@ def clean(
         query_terms(queries, gnh)  # refused before anything is measured
     identity, clock, earlier = operator_identity(gnh), Stopwatch(), dict[str, float]()
     with Run(run_dir, {"command": "clean", **chosen.saved()}, identity=identity) as run:
+        recognise(run, gnh)
         if run.path is not None and run.has("cleaning"):  # its numbers are read, and took what they took then
             earlier = dict(read(run.path, "cleaning", Cleaning).seconds)
         with clock.phase("spectrum"):

@@ -24,7 +24,7 @@ from whence.runs.codec import encode
 from whence.runs.journal import Journal
 from whence.runs.manifest import Content, Manifest, Scalar, version_of
 
-__all__ = ["Run", "check", "environment", "holds", "read"]
+__all__ = ["Run", "check", "differences", "environment", "holds", "read"]
 
 T = TypeVar("T")
 
@@ -251,10 +251,10 @@ def environment() -> dict[str, str]:
 def _check_same(manifest: Manifest, config: Mapping[str, Scalar], identity: Mapping[str, str]) -> None:
     """Refuse another configuration or identity, and warn of another environment."""
     there = manifest.content
-    differences = [*_differences(there.config, config), *_differences(there.identity, identity)]
-    if differences:
+    found = [*differences(there.config, config), *differences(there.identity, identity)]
+    if found:
         raise RunDirectoryError(
-            f"{manifest.path} holds a run of another configuration ({'; '.join(differences)}). "
+            f"{manifest.path} holds a run of another configuration ({'; '.join(found)}). "
             "Give another directory, or the same settings to go on with that run"
         )
     here = environment()
@@ -272,7 +272,8 @@ def _check_same(manifest: Manifest, config: Mapping[str, Scalar], identity: Mapp
         )
 
 
-def _differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What a run directory says otherwise than it is now, in words."""
     for name, value in now.items():
         if name not in there or there[name] != value:
             yield f"{name}: {_short(there.get(name))} there, {_short(value)} now"

@@ -22,7 +22,7 @@ from torch import nn
 
 from whence.attribution import Attribution
 from whence.attribution.damping import metric_again
-from whence.attribution.job import operator_identity
+from whence.attribution.identity import operator_identity, recognise
 from whence.errors import OptionError, RunDirectoryError, SolverError, WhenceError, WhenceWarning
 from whence.model.data import TermSet
 from whence.model.gauss_newton import GaussNewton
@@ -114,10 +114,11 @@ def validate(
     )
     TermSet(queries, task, gnh.network.device)  # refuses what is no list of examples
     _recognise(gnh, queries, result)
-    gnh = gnh.in_metric(metric_again(gnh, result, directory))
-    if result.solve.by_curvature:
-        gnh.terms.draw_by(measure_importance(gnh).probabilities())
     with Run(None, {}, identity={}) if directory is None else Run.again(directory) as run:
+        recognise(run, gnh)
+        gnh = gnh.in_metric(metric_again(gnh, result, directory))
+        if result.solve.by_curvature:
+            gnh.terms.draw_by(measure_importance(gnh).probabilities())
         job = _Job(gnh, queries, params, result, run, budget=budget_seconds, points=points, seed=seed)
         job.keep(solver_check(result))
         for name, check in CHECKS.items():
