@@ -39,6 +39,7 @@ from whence.scoring import Scorer
 from whence.solvers import Solver, Statistics
 from whence.tasks import LanguageModeling, Task
 from whence.tasks.categorical import CategoricalTask
+from whence.threads import one_at_a_time
 from whence.training import Training
 from whence.vectors import ParamVector
 
@@ -49,6 +50,7 @@ _ROUNDS = 8.0
 
 
 @takes(Options)
+@one_at_a_time
 def attribute(
     model: nn.Module,
     train: Any,

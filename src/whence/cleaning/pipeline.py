@@ -39,11 +39,13 @@ from whence.scoring.self_influence import Calibration, Readings, SelfInfluence, 
 from whence.solvers.plan import resolve_damping
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.tasks import Task
+from whence.threads import one_at_a_time
 
 __all__ = ["clean"]
 
 
 @takes(CleanOptions)
+@one_at_a_time
 def clean(
     model: nn.Module,
     train: Any,

@@ -35,6 +35,7 @@ from whence.runs.fingerprint import of_data, of_value
 from whence.solvers.plan import Plan
 from whence.spectrum import estimate_spectrum
 from whence.tasks import Task
+from whence.threads import one_at_a_time
 from whence.units import format_bytes, format_duration
 from whence.validation.pbrf import ProximalResponse, pbrf
 from whence.validation.verdicts import (
@@ -61,6 +62,7 @@ _LANCZOS = 20
 _RANKED, _QUERIES = 48, 3  # whose order under other dampings is compared, at most
 
 
+@one_at_a_time
 def validate(
     model: nn.Module,
     train: Any,
