@@ -1,6 +1,6 @@
 """``make test-faults``: every kind of run killed at every file operation, every file damaged in every way; counts.
 
-``python tests/faults [kills|damage|processes …] [--only KIND]``. Ends with 1 where anything came out silently different.
+``python tests/faults [kills|processes|damage …] [--only KIND …]`` ends with 1 where anything came out silently other.
 """
 
 from __future__ import annotations
@@ -10,19 +10,30 @@ import importlib
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from damage import damage_everything
 from kills import kill_everywhere, really_killed
-from subjects import KINDS
+from subjects import KINDS, Kind
+
+#: What is done to every kind of run.
+PARTS: dict[str, Callable[[Kind, Path], Any]] = {
+    "kills": kill_everywhere,
+    "processes": partial(really_killed, times=20),
+    "damage": damage_everything,
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/faults")
-    parser.add_argument("parts", nargs="*", default=["kills", "processes"])
+    parser.add_argument("parts", nargs="*", default=list(PARTS))
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -32,12 +43,15 @@ def main() -> int:
         for part in given.parts:
             begun = time.monotonic()
             with tempfile.TemporaryDirectory() as root:
-                if part == "kills":
-                    count = kill_everywhere(KINDS[name], Path(root))
-                else:
-                    count = really_killed(KINDS[name], Path(root), times=20)
-            wrong += len(count.different)
-            print(f"{name:24} {part:10} {count} {time.monotonic() - begun:.0f} s", flush=True)
+                count = PARTS[part](KINDS[name], Path(root))
+            wrong += len(count.wrong)
+            said = ", ".join(f"{number:,} {what}" for what, number in vars(count).items() if what != "wrong")
+            print(
+                f"{name}, {part}: {said}, {len(count.wrong)} wrong, {time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
+            for each in count.wrong[:5]:
+                print(f"    {each}", flush=True)
     return 1 if wrong else 0
 
 

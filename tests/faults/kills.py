@@ -81,7 +81,7 @@ class Count:
         resumed: how many of them were gone on with,
         same: and ended in the same bits,
         refused: or were refused.
-        different: operations after which something else came out, with the names of what differs.
+        wrong: what else came out, by the operation.
     """
 
     operations: int = 0
@@ -89,7 +89,7 @@ class Count:
     resumed: int = 0
     same: int = 0
     refused: int = 0
-    different: dict[str, list[str]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
 
 
 def kill_everywhere(kind: Kind, root: Path, *, at_most: int | None = None) -> Count:
@@ -119,7 +119,7 @@ def kill_everywhere(kind: Kind, root: Path, *, at_most: int | None = None) -> Co
             count.refused += 1
         else:
             if found := different(directory, truth):
-                count.different[name] = found
+                count.wrong.append(f"{name}: {', '.join(found)}")
             else:
                 count.same += 1
         shutil.rmtree(directory)
@@ -159,9 +159,9 @@ def really_killed(kind: Kind, root: Path, *, times: int) -> Count:
         count.operations += 1
         count.resumed += 1
         if begin(directory) != 0:
-            count.different[str(limit)] = ["the run failed"]
+            count.wrong.append(f"{limit}: it could not be gone on with")
         elif found := different(directory, truth):
-            count.different[str(limit)] = found
+            count.wrong.append(f"{limit}: {', '.join(found)}")
         else:
             count.same += 1
         shutil.rmtree(directory)

@@ -13,6 +13,7 @@ from torch import nn
 
 import whence
 from whence.errors import WhenceWarning
+from whence.runs import as_json
 from whence.runs.files import read_tree
 from zoo import CASES, mlp, vectors
 
@@ -114,6 +115,11 @@ def numbers(directory: Path) -> dict[str, Any]:
                 bits = {key: t.reshape(-1).view(torch.uint8).tolist() for key, t in tensors.items()}
                 kept[f"{where}/{name}"] = _untimed(tree), bits
     return kept
+
+
+def plain(result: Any) -> Any:
+    """A result as it can be compared, but how long anything took."""
+    return _untimed(as_json(result))
 
 
 def different(directory: Path, truth: dict[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ from whence.attribution.identity import operator_identity, recognise
 from whence.attribution.job import query_terms
 from whence.attribution.pipeline import attribute
 from whence.attribution.scored import half_width
-from whence.attribution.scores import keep_parts, part_of_minute
+from whence.attribution.scores import check_examples, keep_parts, part_of_minute
 from whence.cleaning.result import Cleaning, Harm
 from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
@@ -197,6 +197,7 @@ def measure_self_influence(
             saying="self-influence of training examples",
         )
         readings = Readings.join([Readings.from_columns(part) for part in parts])
+        check_examples(run, "readings", readings.indices, torch.arange(len(gnh.terms)))
     with clock.phase("scale"):
         random, solves = options.generator(13), options.exact_solves
         scale = run.keep(
@@ -228,6 +229,10 @@ class Size:
     rank: int
     at_once: int
     part: int
+
+    def __post_init__(self) -> None:
+        if min(self.rank, self.at_once, self.part) < 1:
+            raise ValueError(f"{self} holds numbers below 1")
 
     @staticmethod
     def affordable(gnh: GaussNewton, options: CleanOptions) -> Size:
@@ -272,7 +277,7 @@ def measure_harm(
         seed=options.seed,
         micro_batch=options.micro_batch,
         spectrum_terms=options.spectrum_terms,
-        run_dir=None if run.path is None else run.path / "attribution",
+        run_dir=run.inside("attribution"),
     )
     scores = result.scores.sum(0)
     # Chains are independent of each other, queries of one chain are not: their sum is taken before its spread. Errors

@@ -24,7 +24,7 @@ from whence.runs.codec import encode
 from whence.runs.journal import Journal
 from whence.runs.manifest import Content, Manifest, Scalar, version_of
 
-__all__ = ["Run", "check", "differences", "environment", "holds", "read"]
+__all__ = ["Run", "checked", "differences", "environment", "holds", "read"]
 
 T = TypeVar("T")
 
@@ -174,6 +174,14 @@ class Run:
         place = self._states if self._manifest is None else self._manifest
         return Journal(place, name, cls, seconds=seconds, device=device, writing=self._writing)
 
+    def inside(self, name: str) -> Path | None:
+        """Where a run inside this one has its directory; None where nothing is kept.
+
+        Raises:
+            RunDirectoryError: there is a link.
+        """
+        return None if self._manifest is None else self._manifest.place(name)
+
     def _writing(self, name: str) -> Manifest:
         if self._manifest is None or self._refusal:
             raise StorageError(
@@ -189,7 +197,7 @@ def _lock(path: Path, *, may_be_read_only: bool) -> Callable[[], None] | None:
     except ImportError:  # no such locks on this system
         return lambda: None
     try:
-        handle = os.open(path / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        handle = os.open(path / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if may_be_read_only and error.errno in _READ_ONLY:
             return None
@@ -223,8 +231,8 @@ def holds(path: str | Path, name: str) -> bool:
     return Manifest.is_in(Path(path)) and name in Manifest.open(Path(path))
 
 
-def check(path: str | Path) -> None:
-    """Compare everything that a run directory holds with its length and checksum.
+def checked(path: str | Path) -> Manifest:
+    """What a run directory holds, after comparing every file with its length and checksum.
 
     Raises:
         RunDirectoryError: a file was damaged; names it.
@@ -232,6 +240,7 @@ def check(path: str | Path) -> None:
     manifest = Manifest.open(Path(path))
     for name in manifest.names():
         manifest.file(name)
+    return manifest
 
 
 # --- is it the same run? ------------------------------------------------------------------------------------------
