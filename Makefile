@@ -9,13 +9,14 @@ PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 NAME ?= all
 PROFILE ?= quick
 
-.PHONY: help demo reproduce test test-slow check format bench peers browser clean
+.PHONY: help demo reproduce test test-slow test-faults check format bench peers browser clean
 
 help:
 	@echo "make demo       train two small models, ask them questions, write the pages (minutes)"
 	@echo "make reproduce  the paper's tables and figures, into runs/reproduction-PROFILE (minutes; NAME=figure1 PROFILE=quick)"
 	@echo "make test       the test suite (minutes)"
 	@echo "make test-slow  the tests that need minutes each or downloaded weights"
+	@echo "make test-faults  runs killed at every file operation, files damaged in every way; prints counts (an hour)"
 	@echo "make check      lint, types, import contracts"
 	@echo "make bench      speed, memory and agreement with retraining"
 	@echo "make peers      agreement of other libraries with retraining, over dampings (hours)"
@@ -31,6 +32,9 @@ test: $(VENV)/.installed browser
 
 test-slow: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m slow -n 0
+
+test-faults: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check

@@ -23,19 +23,18 @@ from damage import damage_everything
 from kills import kill_everywhere, really_killed
 from subjects import KINDS, Kind
 
-#: What is done to every kind of run.
-PARTS: dict[str, Callable[[Kind, Path], Any]] = {
-    "kills": kill_everywhere,
-    "processes": partial(really_killed, times=20),
-    "damage": damage_everything,
-}
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/faults")
-    parser.add_argument("parts", nargs="*", default=list(PARTS))
+    parser.add_argument("parts", nargs="*", default=["kills", "processes", "damage"])
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--times", type=int, default=20, help="processes to kill, of every kind")
     given = parser.parse_args()
+    parts: dict[str, Callable[[Kind, Path], Any]] = {
+        "kills": kill_everywhere,
+        "processes": partial(really_killed, times=given.times),
+        "damage": damage_everything,
+    }
     torch.set_num_threads(1)
     importlib.import_module("torch._decomp.decompositions_for_jvp")  # once, not in every process
     wrong = 0
@@ -43,7 +42,7 @@ def main() -> int:
         for part in given.parts:
             begun = time.monotonic()
             with tempfile.TemporaryDirectory() as root:
-                count = PARTS[part](KINDS[name], Path(root))
+                count = parts[part](KINDS[name], Path(root))
             wrong += len(count.wrong)
             said = ", ".join(f"{number:,} {what}" for what, number in vars(count).items() if what != "wrong")
             print(

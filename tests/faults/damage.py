@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import whence
 from kills import watched
-from subjects import Kind, different, numbers, plain
+from subjects import Kind, plain
 from whence.cleaning import load_cleaning
-from whence.errors import RunDirectoryError
+from whence.errors import RunDirectoryError, StorageError
+
+#: How refusals end, in part.
+REMEDIES = ("Put back a copy", "Give another", "give a new", "give the directory", "mend that and run")
 
 
 class Stopped(BaseException):
@@ -44,17 +47,20 @@ class Count:
     wrong: list[str] = field(default_factory=list)
 
 
-def damage_everything(kind: Kind, root: Path, *, flips: int = 8, seed: int = 0) -> Count:
-    """Damage the files of a finished run, of an unfinished one, and of one that has just begun to solve or to read."""
-    count, dice = Count(), random.Random(seed)
+def damage_everything(
+    kind: Kind, root: Path, *, flips: int = 8, killed: Sequence[float] = (0.5, 0.9)
+) -> Count:
+    """Damage every file of a finished run, and of some that were killed after so much of their operations."""
+    count, dice = Count(), random.Random(0)
     with watched(lambda _: None):
         kind.run(root / "whole")
         kind.run(root / "other", seed=1)
-        truth, result = numbers(root / "whole"), plain(_loaded(kind, root / "whole"))
-        for name, share in (("whole", 1.0), ("half", 0.5), ("most", 0.9)):
-            if share < 1:
-                _stopped(kind, root / name, share)
-            _damage(kind, root / name, root / "other", truth, result, count, dice, flips)
+        result = plain(_loaded(kind, root / "whole"))
+        _damage(kind, root / "whole", root / "other", result, count, dice, flips)
+        for share in killed:
+            directory = root / f"killed at {share}"
+            _stopped(kind, directory, share)
+            _damage(kind, directory, root / "other", result, count, dice, flips)
     return count
 
 
@@ -62,14 +68,13 @@ def _damage(
     kind: Kind,
     directory: Path,
     other: Path,
-    truth: dict[str, Any],
     result: Any,
     count: Count,
     dice: random.Random,
     flips: int,
 ) -> None:
     finished = directory.name == "whole"
-    uses: dict[str, Callable[[Path], bool]] = {"run": lambda path: _again(kind, path, truth, result)}
+    uses: dict[str, Callable[[Path], bool]] = {"run": lambda path: plain(kind.run(path)) == result}
     if finished:
         uses["load"] = lambda path: plain(_loaded(kind, path)) == result
         uses["page"] = lambda path: bool(_loaded(kind, path).to_html(path.parent / "page.html"))
@@ -84,7 +89,7 @@ def _damage(
                 count.uses += 1
                 try:
                     fine = same(copy)
-                except RunDirectoryError as error:
+                except (RunDirectoryError, StorageError) as error:
                     refused = _is_told(str(error), copy, file)
                     count.refused += refused
                     count.wrong += [] if refused else [f"{directory.name}/{file}, {name}, {use}: {error}"]
@@ -101,9 +106,7 @@ def _is_told(message: str, directory: Path, file: Path) -> bool:
     """Whether a refusal names the file, or for a manifest its run, and says what to do."""
     where = directory / file
     named = str(where) in message or (file.name == "manifest.json" and str(where.parent) in message)
-    return named and any(
-        word in message for word in ("Put back a copy", "Give another", "give a new", "give the")
-    )
+    return named and any(word in message for word in REMEDIES)
 
 
 def _damages(
@@ -122,20 +125,16 @@ def _damages(
     yield "a directory", lambda path: (path.unlink(), path.mkdir())
     if other.is_file() and other.read_bytes() != whole:
         yield "another run's", lambda path: path.write_bytes(other.read_bytes())
-    own = dice.choice(
-        [path for path in file.parent.iterdir() if path.is_file() and path.name not in ("lock", file.name)]
-    )
+    beside = [
+        path for path in file.parent.iterdir() if path.is_file() and path.name != "lock" and path != file
+    ]
+    own = dice.choice(sorted(beside) or [file])
     yield f"its own {own.name}", lambda path: path.write_bytes(own.read_bytes())
     yield "a link", lambda path: (path.unlink(), path.symlink_to(file))
 
 
 def _files(directory: Path) -> list[Path]:
     return sorted(p.relative_to(directory) for p in directory.rglob("*") if p.is_file() and p.name != "lock")
-
-
-def _again(kind: Kind, directory: Path, truth: dict[str, Any], result: Any) -> bool:
-    """Whether a run that is asked for again, or gone on with, ends in the same numbers."""
-    return plain(kind.run(directory)) == result and not different(directory, truth)
 
 
 def _loaded(kind: Kind, directory: Path) -> Any:

@@ -108,8 +108,8 @@ def kill_everywhere(kind: Kind, root: Path, *, at_most: int | None = None) -> Co
     truth = numbers(whole)
     count.states = len(states)
     chosen = list(states.values())
-    if at_most is not None:
-        chosen = chosen[:: -(-len(chosen) // at_most)]
+    if at_most is not None and len(chosen) > at_most:
+        chosen = [chosen[round(k * (len(chosen) - 1) / (at_most - 1))] for k in range(at_most)]
     for name, directory in chosen:
         count.resumed += 1
         try:
