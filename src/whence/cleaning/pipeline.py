@@ -24,6 +24,7 @@ from whence.attribution.pipeline import attribute
 from whence.attribution.scored import half_width
 from whence.attribution.scores import check_examples, keep_parts, part_of_minute
 from whence.cleaning.result import Cleaning, Harm
+from whence.errors import RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
 from whence.model.selection import ParameterFilter
@@ -33,7 +34,8 @@ from whence.preconditioners import LowRank, nystrom
 from whence.preconditioners.low_rank import check_rank
 from whence.progress import Stopwatch
 from whence.runs import Run, environment, read
-from whence.scoring.bounds import Bounds, affordable_rank, measure_bounds
+from whence.runs.files import REMEDY
+from whence.scoring.bounds import AT_ONCE, RANK, Bounds, affordable_rank, measure_bounds
 from whence.scoring.cost import count_work
 from whence.scoring.self_influence import Calibration, Readings, SelfInfluence, calibrate, read_examples
 from whence.solvers.plan import resolve_damping
@@ -164,6 +166,10 @@ def measure_self_influence(
         run.drop("curvature")  # where the run was killed just before it did
         return read(run.path, "self-influence", SelfInfluence)
     size = run.keep("size", Size, lambda: Size.affordable(gnh, options))
+    if (
+        size.rank > (options.rank or RANK) or size.at_once > AT_ONCE
+    ):  # before memory is taken on a file's word
+        raise RunDirectoryError(f"{run.path} asks for {size}, more than was ever asked for. {REMEDY}")
     operator: LinearOperator = gnh  # H over all terms, or over the same subset in every step
     if options.spectrum_terms < gnh.num_terms:
         operator = gnh.subset(options.spectrum_terms, options.generator(10))
@@ -237,7 +243,7 @@ class Size:
     @staticmethod
     def affordable(gnh: GaussNewton, options: CleanOptions) -> Size:
         """As asked for, or as much as there is room for."""
-        rank, at_once = affordable_rank(gnh) if options.rank is None else (options.rank, 8)
+        rank, at_once = affordable_rank(gnh) if options.rank is None else (options.rank, AT_ONCE)
         part = options.part_size
         if part is None:
             part = part_of_minute(count_work(gnh).gradients(rank))
