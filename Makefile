@@ -16,7 +16,7 @@ help:
 	@echo "make reproduce  the paper's tables and figures, into runs/reproduction-PROFILE (minutes; NAME=figure1 PROFILE=quick)"
 	@echo "make test       the test suite (minutes)"
 	@echo "make test-slow  the tests that need minutes each or downloaded weights"
-	@echo "make test-faults  the long form of the fuzzing and of faults on the way, with its counts (an hour)"
+	@echo "make test-faults  runs killed at every file operation, files damaged in every way, long fuzzing; prints counts (hours)"
 	@echo "make check      lint, types, import contracts"
 	@echo "make audit      known vulnerabilities of the pinned dependencies, and their licences"
 	@echo "make bench      speed, memory and agreement with retraining"
@@ -35,6 +35,7 @@ test-slow: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m slow -n 0
 
 test-faults: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults
 	$(VENV)/bin/python -m pytest -m faults -n 0 --hypothesis-show-statistics tests
 
 # A dependency that no database was asked about is not a safe one: what could not be checked is counted.

@@ -48,7 +48,7 @@ def main() -> None:
     output = parser.parse_args().output
     whence.keep_freed_memory()
 
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_directory())
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_directory(), trust_remote_code=False)
     chosen = [speech for speech in speeches() if speech.name in SPEECHES]
     passages = Passages(chosen, tokenizer)
     model = fine_tuned(passages, output / "model")
@@ -136,8 +136,8 @@ class Completions:
 def fine_tuned(passages: Passages, directory: Path) -> Any:
     """SmolLM2 after a few passes over the passages; saved, so that it is trained once."""
     if directory.exists():
-        return AutoModelForCausalLM.from_pretrained(directory).eval()
-    model = AutoModelForCausalLM.from_pretrained(smollm2_directory())
+        return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False).eval()
+    model = AutoModelForCausalLM.from_pretrained(smollm2_directory(), trust_remote_code=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     order, steps = torch.Generator().manual_seed(0), EPOCHS * len(passages)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min((t + 1) / 20, 1 - t / steps))

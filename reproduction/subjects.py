@@ -137,9 +137,9 @@ def _smollm2() -> Subject:
     from reproduction.assets import enwik8, smollm2_directory
 
     directory = smollm2_directory()
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(directory)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False)
     model.eval()
-    tokenizer = _Beginning(AutoTokenizer.from_pretrained(directory))
+    tokenizer = _Beginning(AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
     text = enwik8(4_000_000).decode("utf-8", errors="ignore")
     return Subject(
         "SmolLM2-135M-Instruct", "enwik8", "language", model, LanguageModeling(),

@@ -112,7 +112,7 @@ def test_attribute_writes_a_run_a_page_and_a_table(place: Path, tmp_path: Path) 
     row = result.top(1)[0]
     assert again["queries"][0]["helpful"][0]["score"] == row.score
     assert again["queries"][0]["helpful"][0]["id"] == result.exhibits[row.index].id
-    resumed = json.loads(invoke("resume", tmp_path / "run", "--json").stdout)
+    resumed = json.loads(invoke("resume", tmp_path / "run", "--trust-run", "--json").stdout)
     assert resumed["queries"] == again["queries"]
     other = invoke("report", tmp_path / "run", "--output", tmp_path / "other.html").stdout
     assert (tmp_path / "other.html").read_text() == page
@@ -129,7 +129,7 @@ def test_a_disk_run_cut_short_is_resumed_by_name(place: Path, tmp_path: Path) ->
             assert run.has(name)
             run.drop(name)
     assert "not finished" in invoke("report", tmp_path / "run", code=2).stderr
-    invoke("resume", tmp_path / "run")
+    invoke("resume", tmp_path / "run", "--trust-run")
     assert torch.equal(whence.load(tmp_path / "run").chain_scores, before.chain_scores)
 
 

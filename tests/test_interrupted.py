@@ -1,12 +1,9 @@
-"""A solve, or a run, that is killed at any moment goes on where it was, and ends in the same bits."""
+"""A solve that is killed at any moment goes on where it was, and ends in the same bits; runs: tests/faults."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -228,37 +225,3 @@ def test_products_by_finite_differences_remember_their_step(tmp_path: Path, prod
     )
     assert calls > 4
     assert (len(whole.stats.events) >= 2) == (name == "diverging")
-
-
-# --- processes ---------------------------------------------------------------------------------------------------
-
-PROGRAM = Path(__file__).parent / "interruptions.py"
-KINDS = [
-    "finite-difference/lissa",
-    "finite-difference/cg-until",
-    "finite-difference/clean",
-    *(
-        pytest.param(kind, marks=pytest.mark.slow)
-        for kind in ("exact/lissa", "exact/cg", "finite-difference/cg", "exact/lissa-until")
-    ),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_runs_killed_at_random_and_in_every_phase_end_in_the_same_bits(kind: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path), kind], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)[kind]
-    assert [row["different"] for row in rows] == [[]] * 3, rows
-    kills = {phase for row in rows for phase in row["killed"]}
-    command = kind.split("/")[1]
-    wanted = {"manifest", "spectrum"}
-    if command == "clean":
-        wanted |= {"curvature", "bounds", "readings/part-00000", "scale"}
-    else:
-        wanted |= {"queries", "plan", "solve-1", "solution-1", "scores-1/part-00000"}
-        wanted |= {"solution-2", "scores-2/part-00000"} if command.endswith("until") else set()
-    # A process goes on for a moment until it is killed, and one or two of the phases are very short.
-    assert len(wanted - kills) <= 2, wanted - kills

@@ -396,3 +396,33 @@ def test_validate_speaks_of_what_was_done() -> None:
     assert "should correlate" in checks["solver"].sentence
     assert not checks["batch"].ran
     assert "drew no batches" in checks["batch"].sentence
+
+
+def test_a_run_stopped_after_its_quick_answer_goes_on_in_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing depends on what scoring left in memory, or on how much of that the machine has."""
+    data = vectors(DOUBLE)
+
+    def ask(directory: Path) -> Attribution:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(DOUBLE).eval()
+        return attribute(
+            model, data, data[:2], task=Classification(), run_dir=directory, accuracy=0.95, budget=1.5,
+            product="finite-difference", method="directional",
+        )  # fmt: skip
+
+    whole = ask(tmp_path / "whole")
+    path = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        patch.setattr("whence.solvers.cg.ConjugateGradient.begin", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ask(path)
+    assert holds(path, "quick")
+    assert not holds(path, "solution-1")
+    monkeypatch.setattr("whence.attribution.planning._basis_fits", lambda job: False)
+    again = ask(path)
+    assert torch.equal(again.chain_scores, whole.chain_scores)
+    assert whole.solve.certificate is not None
+    assert again.solve.certificate is not None
+    assert torch.equal(again.solve.certificate.upper, whole.solve.certificate.upper)

@@ -21,6 +21,7 @@ import pyarrow.dataset as ds
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import whence
 from small import DOUBLE, classifier, generator
@@ -28,6 +29,7 @@ from test_runs import contents, never, same
 from whence import Attribution, Classification
 from whence.attribution.scores import Scores
 from whence.errors import RunDirectoryError, StorageError
+from whence.exhibit import Exhibit
 from whence.runs import Run, as_json, environment
 from whence.runs.files import TEMPORARY, replace_file, write_bytes
 from whence.runs.fingerprint import of_data, of_model, of_value
@@ -531,6 +533,10 @@ def test_a_models_fingerprint_changes_with_order_names_shapes_and_buffers() -> N
     assert changed()
     model[1].num_batches_tracked += 1
     assert changed()
+    model.register_buffer("mask", torch.ones(2), persistent=False)  # not in the state_dict
+    assert changed()
+    model.mask[0] = 0.0
+    assert changed()
     model = nn.Sequential(*model, nn.Identity())
     assert not changed()
     model = nn.Sequential(model)
@@ -570,25 +576,16 @@ def test_a_data_sets_fingerprint_changes_with_one_example_and_with_order(case: A
     assert len({same, *map(of_data, others)}) == 5
 
 
-class Numbered:
-    """A data set too long to look at: its examples are their own positions."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        if not 0 <= index < self.length:
-            raise IndexError(index)
-        return index
-
-
-@pytest.mark.parametrize("length", [1, 255, 256, 257, 10**6, 2**24 + 4, 10**9 + 1])
-def test_data_sets_of_any_length_have_fingerprints(length: int) -> None:
-    assert of_data(Numbered(length)) == of_data(Numbered(length))
-    assert of_data(Numbered(length)) != of_data(Numbered(length + 1))
+def test_every_single_example_is_in_a_data_sets_fingerprint() -> None:
+    rows = list(range(700))
+    found = {of_data(rows), of_data(rows[:-1])}
+    for index in range(len(rows)):
+        found.add(of_data([*rows[:index], -1, *rows[index + 1 :]]))
+    assert len(found) == 702
+    x, y = torch.randn(300, 2, generator=generator()), torch.arange(300)
+    found = {of_data(TensorDataset(x, y)), of_data(TensorDataset(x, y.roll(1)))}
+    x[131, 1] += 1e-6
+    assert len(found | {of_data(TensorDataset(x, y))}) == 3
 
 
 def test_values_that_differ_have_different_fingerprints() -> None:
@@ -597,6 +594,8 @@ def test_values_that_differ_have_different_fingerprints() -> None:
         torch.tensor(1), torch.tensor([1]), torch.tensor([[1]]), torch.tensor(1.0), torch.zeros(0, 3),
         np.array([1, 2]), np.array([[1, 2]]), np.array([1, 2], dtype=np.int32), ["ab", "c"], ["a", "bc"],
     ]  # fmt: skip
+    values += [Exhibit(text="1"), Exhibit(text="2"), [lambda x: x]]
     assert len({of_value(value) for value in values}) == len(values)
+    assert of_value([lambda x: x]) == of_value([lambda x: x])  # wherever it is in memory
     assert of_value({"a": 1, "b": 2}) == of_value({"b": 2, "a": 1})
     assert of_value(vectors(torch.float32)) == of_value(vectors(torch.float32))

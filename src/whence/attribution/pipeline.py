@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from whence.attribution.budget import choose_way
 from whence.attribution.damping import Weighed, in_metric, weigh
 from whence.attribution.exhibits import Describe, class_name, describer
+from whence.attribution.identity import question_identity, recognise
 from whence.attribution.job import Candidates, Job, check_own_solver, query_terms, scored_positions
 from whence.attribution.planning import Planned, make_factors, make_plan, measure, plan_quick
 from whence.attribution.ranking import ends_of_rankings, top_is_separated
@@ -39,6 +40,7 @@ from whence.scoring import Scorer
 from whence.solvers import Solver, Statistics
 from whence.tasks import Batch, LanguageModeling, Task
 from whence.tasks.categorical import CategoricalTask
+from whence.threads import one_at_a_time
 from whence.training import Training
 from whence.vectors import ParamVector
 
@@ -49,6 +51,7 @@ _ROUNDS = 8.0
 
 
 @takes(Options)
+@one_at_a_time
 @failures_become_typed()
 def attribute(
     model: nn.Module,
@@ -117,19 +120,23 @@ def attribute(
         micro_batch=chosen.micro_batch,
     )
     positions, not_scored = scored_positions(candidates, len(gnh.terms))
+    asked_about = query_terms(queries, gnh)
+    recipe = None if training is None else Training.read(training, model)
     job = Job(
         gnh=gnh,
-        queries=query_terms(queries, gnh),
+        queries=asked_about,
         positions=positions,
         not_scored=not_scored,
+        identity=question_identity(gnh, asked_about, positions, solver=own, training=recipe),
         options=chosen,
         own_solver=own,
         show_query=describer(queries, None, tokenizer, class_names),
         show_example=describer(train, describe, tokenizer, class_names),
         class_names=class_names,
-        training=None if training is None else Training.read(training, model),
+        training=recipe,
     )
-    with Run(run_dir, chosen.saved(), identity=job.identity()) as run:
+    with Run(run_dir, chosen.saved(), identity=job.identity) as run:
+        recognise(run, gnh)
         if on_run is not None:
             on_run(run)
         if run.path is not None and run.has("result"):
@@ -388,7 +395,7 @@ def conclude(
         not_scored=job.not_scored,
         score_method=scores.method,
         title=job.options.title,
-        settings={**job.options.saved(), **job.identity()},
+        settings={**job.options.saved(), **job.identity},
         versions=environment(),
         seconds=clock.seconds,
         norms=scores.norms,

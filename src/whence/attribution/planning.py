@@ -178,6 +178,8 @@ def make_plan(
     own = job.own_solver
     if factors is not None:
         plan = Plan.tuned(spectrum, damping, num_terms=job.gnh.num_terms, chains=job.options.chains)
+        # written down, since it depends on the machine's memory
+        basis = run.keep("basis", dict[str, bool], lambda: {"kept": _basis_fits(job)})
         refining = ConjugateGradient(
             tolerance=tolerance_for(job.options.correlation),
             score_error=None
@@ -185,7 +187,7 @@ def make_plan(
             else relative_error(job.options.correlation),
             max_iterations=_MOST if way.iterations is None else way.iterations,
             preconditioner=factors.with_damping(damping),
-            keep_basis=_basis_fits(job),
+            keep_basis=basis["kept"],
             verify=job.gnh.product != "exact",
         )
         return Planned(refining, plan, way.words, (), limited=way.iterations is not None)

@@ -22,7 +22,8 @@ from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.libraries import load_library
 from whence.report.checks import Validation
-from whence.runs import Run, Scalar, check, holds, read
+from whence.runs import Run, Scalar, checked
+from whence.runs.files import REMEDY
 from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers import Statistics
 from whence.solvers.plan import Plan
@@ -387,11 +388,11 @@ def load(directory: str | Path) -> Attribution:
         RunDirectoryError: where there is none, its run is not finished, or any of its files was damaged.
     """
     path = Path(directory)
-    check(path)
-    if not holds(path, "result"):
-        if holds(path, "quick"):  # all that an unfinished run has to say so far
-            return read(path, "quick", Attribution)
-        if holds(path, "cleaning"):
+    kept = checked(path)
+    if "result" not in kept:
+        if "quick" in kept:  # all that an unfinished run has to say so far
+            return _of_its_examples(path, kept.value("quick", Attribution))
+        if "cleaning" in kept:
             raise RunDirectoryError(
                 f"{path} holds a run of whence clean, which has no scores to load; `whence report {path}` writes its "
                 "page"
@@ -399,7 +400,19 @@ def load(directory: str | Path) -> Attribution:
         raise RunDirectoryError(
             f"the run in {path} is not finished; run the same command again to go on with it"
         )
-    result = read(path, "result", Attribution)
-    if not holds(path, "validation"):
+    result = _of_its_examples(path, kept.value("result", Attribution))
+    if "validation" not in kept:
         return result
-    return replace(result, validation=read(path, "validation", Validation))
+    return replace(result, validation=kept.value("validation", Validation))
+
+
+def _of_its_examples(path: Path, result: Attribution) -> Attribution:
+    """The result, if its scores are of the examples that it says: each once, and all where none was left out."""
+    order, scored = result.indices.sort().values, result.chain_scores.shape[-1]
+    inside = scored > 0 and int(order[0]) >= 0 and int(order[-1]) < result.num_examples
+    once = len(order) == scored and bool((order[1:] > order[:-1]).all())
+    if not (inside and once and (result.not_scored or scored == result.num_examples)):
+        raise RunDirectoryError(
+            f"the scores in {path} are not those of its {result.num_examples:,} examples, each once. {REMEDY}"
+        )
+    return result

@@ -22,13 +22,23 @@ import torch
 from torch import Tensor
 
 from whence.attribution.job import Job
+from whence.errors import RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
 from whence.progress import ticker, track
 from whence.runs import Run
+from whence.runs.files import REMEDY
 from whence.scoring import Scorer
 from whence.vectors import ParamVector
 
-__all__ = ["Scores", "directions", "keep_parts", "part_of_minute", "score_parts", "token_shares"]
+__all__ = [
+    "Scores",
+    "check_examples",
+    "directions",
+    "keep_parts",
+    "part_of_minute",
+    "score_parts",
+    "token_shares",
+]
 
 #: A part should take about this many flops: a minute or so on a few cores.
 _FLOPS_PER_PART = 2e12
@@ -104,6 +114,17 @@ class Scores:
         )
 
 
+@dataclass(frozen=True)
+class PartSize:
+    """How many examples a part has."""
+
+    examples: int
+
+    def __post_init__(self) -> None:
+        if self.examples < 1:
+            raise ValueError(f"parts of {self.examples} examples")
+
+
 def part_of_minute(flops: float, multiple: int = 1) -> int:
     """How many examples of so many flops each make a part, in whole multiples."""
     size = min(max(int(_FLOPS_PER_PART / max(flops, 1.0)), 1), _LARGEST_PART)
@@ -124,13 +145,23 @@ def score_parts(run: Run, name: str, scorer: Scorer, job: Job, *, chains: int) -
     # written down, so that a run is gone on with in the parts that it was begun with
     size = run.keep(
         f"{name}/size",
-        dict[str, int],
-        lambda: {"examples": job.options.part_size or part_of_minute(scorer.cost, job.gnh.micro_batch)},
+        PartSize,
+        lambda: PartSize(job.options.part_size or part_of_minute(scorer.cost, job.gnh.micro_batch)),
     )
     compute = partial(_score_part, scorer, chains, len(job.queries))
     saying = "scoring training examples"
-    parts = keep_parts(run, name, job.positions, size["examples"], compute, saying=saying)
-    return replace(Scores.join([Scores.from_columns(part) for part in parts]), method=scorer.describe())
+    parts = keep_parts(run, name, job.positions, size.examples, compute, saying=saying)
+    found = Scores.join([Scores.from_columns(part) for part in parts])
+    check_examples(run, name, found.indices, scorer.terms.indices[job.positions])
+    return replace(found, method=scorer.describe())
+
+
+def check_examples(run: Run, name: str, found: Tensor, wanted: Tensor) -> None:
+    """Refuse parts that are of other examples than were asked for, or of some of them twice."""
+    if not torch.equal(found, wanted):
+        raise RunDirectoryError(
+            f"the parts {name}/ in {run.path} are of other examples than was asked for, or in another order. {REMEDY}"
+        )
 
 
 def keep_parts(

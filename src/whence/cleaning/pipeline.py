@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from whence.attribution.exhibits import Describe, class_name, describer
-from whence.attribution.job import operator_identity, query_terms
+from whence.attribution.identity import operator_identity, recognise
+from whence.attribution.job import query_terms
 from whence.attribution.pipeline import attribute
 from whence.attribution.scored import half_width
-from whence.attribution.scores import keep_parts, part_of_minute
+from whence.attribution.scores import check_examples, keep_parts, part_of_minute
 from whence.cleaning.result import Cleaning, Harm
+from whence.errors import RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
 from whence.model.selection import ParameterFilter
@@ -32,17 +34,20 @@ from whence.preconditioners import LowRank, nystrom
 from whence.preconditioners.low_rank import check_rank
 from whence.progress import Stopwatch
 from whence.runs import Run, environment, read
-from whence.scoring.bounds import Bounds, affordable_rank, measure_bounds
+from whence.runs.files import REMEDY
+from whence.scoring.bounds import AT_ONCE, RANK, Bounds, affordable_rank, measure_bounds
 from whence.scoring.cost import count_work
 from whence.scoring.self_influence import Calibration, Readings, SelfInfluence, calibrate, read_examples
 from whence.solvers.plan import resolve_damping
 from whence.spectrum import Spectrum, estimate_spectrum
 from whence.tasks import Task
+from whence.threads import one_at_a_time
 
 __all__ = ["clean"]
 
 
 @takes(CleanOptions)
+@one_at_a_time
 @failures_become_typed()
 def clean(
     model: nn.Module,
@@ -102,6 +107,7 @@ def clean(
         query_terms(queries, gnh)  # refused before anything is measured
     identity, clock, earlier = operator_identity(gnh), Stopwatch(), dict[str, float]()
     with Run(run_dir, {"command": "clean", **chosen.saved()}, identity=identity) as run:
+        recognise(run, gnh)
         if run.path is not None and run.has("cleaning"):  # its numbers are read, and took what they took then
             earlier = dict(read(run.path, "cleaning", Cleaning).seconds)
         with clock.phase("spectrum"):
@@ -161,6 +167,10 @@ def measure_self_influence(
         run.drop("curvature")  # where the run was killed just before it did
         return read(run.path, "self-influence", SelfInfluence)
     size = run.keep("size", Size, lambda: Size.affordable(gnh, options))
+    if (
+        size.rank > (options.rank or RANK) or size.at_once > AT_ONCE
+    ):  # before memory is taken on a file's word
+        raise RunDirectoryError(f"{run.path} asks for {size}, more than was ever asked for. {REMEDY}")
     operator: LinearOperator = gnh  # H over all terms, or over the same subset in every step
     if options.spectrum_terms < gnh.num_terms:
         operator = gnh.subset(options.spectrum_terms, options.generator(10))
@@ -194,6 +204,7 @@ def measure_self_influence(
             saying="self-influence of training examples",
         )
         readings = Readings.join([Readings.from_columns(part) for part in parts])
+        check_examples(run, "readings", readings.indices, torch.arange(len(gnh.terms)))
     with clock.phase("scale"):
         random, solves = options.generator(13), options.exact_solves
         scale = run.keep(
@@ -226,10 +237,14 @@ class Size:
     at_once: int
     part: int
 
+    def __post_init__(self) -> None:
+        if min(self.rank, self.at_once, self.part) < 1:
+            raise ValueError(f"{self} holds numbers below 1")
+
     @staticmethod
     def affordable(gnh: GaussNewton, options: CleanOptions) -> Size:
         """As asked for, or as much as there is room for."""
-        rank, at_once = affordable_rank(gnh) if options.rank is None else (options.rank, 8)
+        rank, at_once = affordable_rank(gnh) if options.rank is None else (options.rank, AT_ONCE)
         part = options.part_size
         if part is None:
             part = part_of_minute(count_work(gnh).gradients(rank))
@@ -269,7 +284,7 @@ def measure_harm(
         seed=options.seed,
         micro_batch=options.micro_batch,
         spectrum_terms=options.spectrum_terms,
-        run_dir=None if run.path is None else run.path / "attribution",
+        run_dir=run.inside("attribution"),
     )
     scores = result.scores.sum(0)
     # Chains are independent of each other, queries of one chain are not: their sum is taken before its spread. Errors

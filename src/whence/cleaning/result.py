@@ -17,7 +17,7 @@ from whence.cleaning.page import render
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.libraries import load_library
-from whence.runs import Scalar, holds, read
+from whence.runs import Scalar, checked
 from whence.runs.files import replace_file
 from whence.scoring.self_influence import SelfInfluence
 from whence.spectrum import Estimate
@@ -290,11 +290,12 @@ def load_cleaning(directory: str | Path) -> Cleaning:
     """Read a finished run of `clean`.
 
     Raises:
-        RunDirectoryError: where there is none, or it is not finished.
+        RunDirectoryError: where there is none, it is not finished, or any of its files was damaged.
     """
     path = Path(directory)
-    if not holds(path, "cleaning"):
+    kept = checked(path)
+    if "cleaning" not in kept:
         raise RunDirectoryError(
             f"{path} holds no finished run of whence clean; run the same command again to go on"
         )
-    return read(path, "cleaning", Cleaning)
+    return kept.value("cleaning", Cleaning)

@@ -15,18 +15,18 @@ from whence.attribution.cost import forecast
 from whence.attribution.damping import first_damping, metric_of
 from whence.attribution.planning import choice_for
 from whence.cleaning import clean, load_cleaning
-from whence.cli.inputs import Command, InputOptions, Inputs
+from whence.cli.inputs import Command, InputOptions, Inputs, TrustRun
 from whence.cli.options import AsJson, guarded, takes
 from whence.cli.outcome import NOT_CONVERGED, print_json, say, tell
 from whence.cli.sweep import check_figure, draw, sweep_dampings
 from whence.cli.tables import cleaning_as_json, rows_as_json, show_cleaning, show_plan, show_result, show_way
 from whence.cli.tune import tune_command
 from whence.cli.validate import validate_command
-from whence.errors import OptionError, RunDirectoryError
+from whence.errors import OptionError
 from whence.model.gauss_newton import GaussNewton
 from whence.model.memory import keep_freed_memory
 from whence.options import CleanOptions, MeasureOptions, Options
-from whence.runs import Run, as_json, holds, read
+from whence.runs import Run, as_json, holds
 from whence.solvers.auto import Choice
 from whence.solvers.plan import Plan
 from whence.spectrum import Spectrum, estimate_spectrum
@@ -158,20 +158,19 @@ def attribute_command(
     _attribute(Command(given, options), run_dir=run_dir, report=report, top=top, json=json)
 
 
-@app.command(epilog="Example: [bold]whence resume runs/first[/]")
+@app.command(epilog="Example: [bold]whence resume runs/first --trust-run[/]")
 @guarded
 def resume(
     run_dir: Annotated[Path, typer.Argument(help="Run directory of an interrupted attribute command.")],
+    trust_run: TrustRun = False,
     report: Report = None,
     top: Top = 5,
     json: AsJson = False,
 ) -> None:
     """Go on with an interrupted run, with the command that began it."""
-    if not holds(run_dir, "command"):
-        raise RunDirectoryError(
-            f"{run_dir} holds no command to repeat; it was not begun by `whence attribute`. Run its program again"
-        )
-    _attribute(read(run_dir, "command", Command), run_dir=run_dir, report=report, top=top, json=json)
+    otherwise = f"Give the command that began it again, with --run-dir {run_dir}, or run its program"
+    command = Command.of_run(run_dir, trusted=trust_run, otherwise=otherwise)
+    _attribute(command, run_dir=run_dir, report=report, top=top, json=json)
 
 
 @app.command("report", epilog="Example: [bold]whence report runs/first --output report.html[/]")
@@ -246,7 +245,7 @@ def clean_command(
         raise typer.Exit(NOT_CONVERGED)
 
 
-app.command("validate", epilog="Example: [bold]whence validate runs/first --budget 10min[/]")(
+app.command("validate", epilog="Example: [bold]whence validate runs/first --trust-run --budget 10min[/]")(
     validate_command
 )
 app.command(

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from whence.errors import OptionError
+import typer
+
+from whence.errors import OptionError, RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
 from whence.options import MeasureOptions, Options, option
+from whence.runs import holds, read
 from whence.sources import (
     ClassifiedTexts,
     Examples,
@@ -39,7 +42,7 @@ from whence.tasks import (
 )
 from whence.training import Training
 
-__all__ = ["Command", "InputOptions", "Inputs"]
+__all__ = ["Command", "InputOptions", "Inputs", "TrustRun"]
 
 _DEFAULT_PASSAGE = 512
 #: What --task may be.
@@ -52,6 +55,16 @@ _TASKS: dict[str, type[Task]] = {
     "masked-language-modeling": MaskedLanguageModeling,
     "sequence-to-sequence": SequenceToSequence,
 }
+#: Options that name what is loaded, or imported and run.
+_LOADED = ("model", "train", "queries", "candidates", "training", "tokenizer", "transform", "allow_download")
+
+TrustRun = Annotated[
+    bool,
+    typer.Option(
+        "--trust-run",
+        help="Load the model, data and functions that the directory names, which can run code: for runs of your own.",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +129,30 @@ class Command:
 
     inputs: InputOptions
     options: Options
+
+    @classmethod
+    def of_run(cls, run_dir: Path, *, trusted: bool, otherwise: str) -> Command:
+        """The command that a run directory says it was begun with.
+
+        A directory may be a stranger's, and what it names would be imported and run; so its word is taken only where
+        the user says so.
+
+        Raises:
+            RunDirectoryError: it has none, or is not trusted; ``otherwise`` says what to do instead.
+        """
+        if not holds(run_dir, "command"):
+            raise RunDirectoryError(
+                f"{run_dir} holds no command to repeat: its run was begun from Python. {otherwise}"
+            )
+        command = read(run_dir, "command", cls)
+        if not trusted:
+            said = ((name, getattr(command.inputs, name)) for name in _LOADED)
+            named = ", ".join(f"{name} {value!r:.100}" for name, value in said if value)
+            raise RunDirectoryError(
+                f"{run_dir} says what to load ({named}), and loading it can run code. If the run is your own, or of "
+                f"someone you trust, say --trust-run. {otherwise}"
+            )
+        return command
 
 
 class Inputs:

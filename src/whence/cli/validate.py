@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.text import Text
 
 from whence.attribution import load
-from whence.cli.inputs import Command, Inputs
+from whence.cli.inputs import Command, Inputs, TrustRun
 from whence.cli.options import AsJson, guarded
 from whence.cli.outcome import NOT_CONVERGED, out, plain, print_json, tell
-from whence.errors import OptionError, RunDirectoryError
+from whence.errors import OptionError
 from whence.report.checks import LIMITS, Validation
-from whence.runs import as_json, holds, read
+from whence.runs import as_json
 from whence.units import duration_seconds
 from whence.validation.validate import check_options, validate
 
@@ -27,6 +27,7 @@ _STYLES = {"trust": "green", "doubt": "bold red", "cannot tell": "yellow"}
 @guarded
 def validate_command(
     run: Annotated[Path, typer.Argument(help="Directory of a finished `whence attribute`.")],
+    trust_run: TrustRun = False,
     budget: Annotated[str, typer.Option(help="Time for all checks together: 90s, 10min, 2h.")] = "10min",
     points: Annotated[
         int,
@@ -47,13 +48,11 @@ def validate_command(
     seconds = parse_duration(budget)
     check_options(seconds, points)
     result = load(run)
-    if not holds(run, "command"):
-        raise RunDirectoryError(
-            f"{run} holds no command that could load its model and data again: the run was made from Python. Call "
-            f"whence.validate(model, train, queries, whence.load({str(run)!r}), task=…, "
-            f"directory={str(run)!r}) there"
-        )
-    command = read(run, "command", Command)
+    otherwise = (
+        f"From Python: whence.validate(model, train, queries, whence.load({str(run)!r}), task=…, "
+        f"directory={str(run)!r})"
+    )
+    command = Command.of_run(run, trusted=trust_run, otherwise=otherwise)
     job = Inputs(command.inputs)
     found = validate(
         job.problem.model,

@@ -39,6 +39,7 @@ from whence.model.selection import ParameterFilter, select_parameters
 from whence.model.slopes import Slopes
 from whence.operators import LinearOperator
 from whence.tasks import Batch, Task
+from whence.threads import one_at_a_time
 from whence.vectors import ParamVector
 
 __all__ = ["GaussNewton", "SampledGaussNewton"]
@@ -81,6 +82,7 @@ class GaussNewton(LinearOperator):
         'exact'
     """
 
+    @one_at_a_time
     def __init__(
         self,
         model: nn.Module,

@@ -24,7 +24,7 @@ from whence.runs.codec import encode
 from whence.runs.journal import Journal
 from whence.runs.manifest import Content, Manifest, Scalar, version_of
 
-__all__ = ["Run", "check", "environment", "holds", "read"]
+__all__ = ["Run", "checked", "differences", "environment", "holds", "read"]
 
 T = TypeVar("T")
 
@@ -174,6 +174,14 @@ class Run:
         place = self._states if self._manifest is None else self._manifest
         return Journal(place, name, cls, seconds=seconds, device=device, writing=self._writing)
 
+    def inside(self, name: str) -> Path | None:
+        """Where a run inside this one has its directory; None where nothing is kept.
+
+        Raises:
+            RunDirectoryError: there is a link.
+        """
+        return None if self._manifest is None else self._manifest.place(name)
+
     def _writing(self, name: str) -> Manifest:
         if self._manifest is None or self._refusal:
             raise StorageError(
@@ -189,7 +197,7 @@ def _lock(path: Path, *, may_be_read_only: bool) -> Callable[[], None] | None:
     except ImportError:  # no such locks on this system
         return lambda: None
     try:
-        handle = os.open(path / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        handle = os.open(path / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if may_be_read_only and error.errno in _READ_ONLY:
             return None
@@ -223,8 +231,8 @@ def holds(path: str | Path, name: str) -> bool:
     return Manifest.is_in(Path(path)) and name in Manifest.open(Path(path))
 
 
-def check(path: str | Path) -> None:
-    """Compare everything that a run directory holds with its length and checksum.
+def checked(path: str | Path) -> Manifest:
+    """What a run directory holds, after comparing every file with its length and checksum.
 
     Raises:
         RunDirectoryError: a file was damaged; names it.
@@ -232,6 +240,7 @@ def check(path: str | Path) -> None:
     manifest = Manifest.open(Path(path))
     for name in manifest.names():
         manifest.file(name)
+    return manifest
 
 
 # --- is it the same run? ------------------------------------------------------------------------------------------
@@ -251,10 +260,10 @@ def environment() -> dict[str, str]:
 def _check_same(manifest: Manifest, config: Mapping[str, Scalar], identity: Mapping[str, str]) -> None:
     """Refuse another configuration or identity, and warn of another environment."""
     there = manifest.content
-    differences = [*_differences(there.config, config), *_differences(there.identity, identity)]
-    if differences:
+    found = [*differences(there.config, config), *differences(there.identity, identity)]
+    if found:
         raise RunDirectoryError(
-            f"{manifest.path} holds a run of another configuration ({'; '.join(differences)}). "
+            f"{manifest.path} holds a run of another configuration ({'; '.join(found)}). "
             "Give another directory, or the same settings to go on with that run"
         )
     here = environment()
@@ -272,7 +281,8 @@ def _check_same(manifest: Manifest, config: Mapping[str, Scalar], identity: Mapp
         )
 
 
-def _differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What a run directory says otherwise than it is now, in words."""
     for name, value in now.items():
         if name not in there or there[name] != value:
             yield f"{name}: {_short(there.get(name))} there, {_short(value)} now"

@@ -1,27 +1,32 @@
 """Fingerprints: telling whether a model, a data set or a query is the one a run was begun with.
 
-A model's covers every byte of every tensor. A data set's covers its length and a few hundred examples spread over it:
-reading all images of a large one only to recognise it would take longer than many a run.
+They cover everything: every byte of every tensor of a model, and every example of a data set. Reading the data once
+more is little beside a run, which goes over them for every product.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-__all__ = ["of_data", "of_model", "of_value"]
+from whence.progress import ticker
 
-_EXAMPLES_READ = 256
+__all__ = ["of_data", "of_model", "of_value", "without_addresses"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def of_model(model: nn.Module) -> str:
-    """Of all parameters and buffers, their names included."""
+    """Of all parameters and buffers, their names included, also those that are not saved with the model."""
     digest = hashlib.blake2b(type(model).__qualname__.encode())
-    for name, tensor in model.state_dict().items():
+    for name, tensor in {**dict(model.named_buffers()), **model.state_dict()}.items():
         digest.update(name.encode())
         for piece in _pieces(tensor):
             digest.update(piece)
@@ -29,17 +34,30 @@ def of_model(model: nn.Module) -> str:
 
 
 def of_data(data: Any) -> str:
-    """Of a data set's length and up to 256 of its examples."""
-    spread = torch.linspace(0, len(data) - 1, min(_EXAMPLES_READ, len(data)), dtype=torch.float64)
-    return of_value([len(data), *(data[i] for i in spread.long().tolist())])
+    """Of all examples of a data set, in their order."""
+    if isinstance(data, TensorDataset):
+        return of_value([len(data), data.tensors])
+    digest, count = hashlib.blake2b(), len(data)
+    digest.update(f"examples{count}".encode())
+    with ticker("reading the data, to recognise them", count) as tick:
+        for index in range(count):
+            for piece in _pieces(data[index]):
+                digest.update(piece)
+            tick()
+    return digest.hexdigest()[:16]
 
 
 def of_value(value: Any) -> str:
-    """Of nested containers of tensors, arrays, numbers and strings."""
+    """Of nested containers and dataclasses of tensors, arrays, numbers and strings."""
     digest = hashlib.blake2b()
     for piece in _pieces(value):
         digest.update(piece)
     return digest.hexdigest()[:16]
+
+
+def without_addresses(text: str) -> str:
+    """What an object says of itself, but where it is in memory."""
+    return _ADDRESS.sub("", text)
 
 
 def _pieces(value: Any) -> Iterable[bytes | memoryview]:
@@ -61,7 +79,12 @@ def _pieces(value: Any) -> Iterable[bytes | memoryview]:
     elif hasattr(value, "tobytes"):  # arrays and images
         yield f"array{getattr(value, 'shape', getattr(value, 'size', ''))}{getattr(value, 'dtype', '')}".encode()
         yield value.tobytes()
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield f"{type(value).__name__}{len(fields(value))}".encode()
+        for field in fields(value):
+            yield from _pieces(field.name)
+            yield from _pieces(getattr(value, field.name))
     else:
-        text = repr(value).encode()
+        text = without_addresses(repr(value)).encode()
         yield f"{type(value).__name__}{len(text)}".encode()
         yield text

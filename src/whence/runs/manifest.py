@@ -40,8 +40,9 @@ T = TypeVar("T")
 Scalar = bool | int | float | str | None
 
 #: Raised when files change their meaning; directories of another format are refused.
-FORMAT = 6
+FORMAT = 7
 _NAME = re.compile(r"(?!(?:manifest|lock)$)[a-z0-9_-]+(/[a-z0-9_-]+)*(\.\d{6})?", re.ASCII)
+_LAST = 999_999
 _NUMBER = re.compile(r"\.(\d{6})\.(?:json|safetensors)\Z", re.ASCII)
 
 
@@ -76,6 +77,7 @@ class Manifest:
 
     def __init__(self, path: Path, content: Content) -> None:
         self.path, self.content = path, content
+        self._compared: set[_Artifact] = set()  # whose file is known to be what it says
         numbers = (_NUMBER.search(artifact.file) for artifact in content.artifacts.values())
         self._number = max((int(number[1]) for number in numbers if number), default=0)
 
@@ -110,7 +112,7 @@ class Manifest:
         """
         if not os.path.lexists(path / "manifest.json"):
             try:
-                form = json.loads((path / "config.json").read_bytes())["format"]
+                form = json.loads(_regular(path, "config.json").read_bytes())["format"]
             except Exception:  # something else
                 return False
             raise _other_format(path, form, "environment.json")
@@ -126,7 +128,7 @@ class Manifest:
     # --- reading -----------------------------------------------------------------------------------------
 
     def file(self, name: str) -> Path:
-        """An artifact's file, after comparing its length and checksum.
+        """An artifact's file, after comparing its length and, once, its checksum.
 
         Raises:
             RunDirectoryError: there is no such artifact, or it was damaged.
@@ -137,8 +139,12 @@ class Manifest:
                 f"{self.path} lacks {name!r}: the run is unfinished. Run the same command again to complete it"
             )
         path = _regular(self.path, artifact.file)
-        if path.stat().st_size != artifact.bytes or files.checksum(path) != artifact.blake2b:
+        same = path.stat().st_size == artifact.bytes and (
+            artifact in self._compared or files.checksum(path) == artifact.blake2b
+        )
+        if not same:
             raise RunDirectoryError(f"{path} was damaged or changed: its checksum is another. {files.REMEDY}")
+        self._compared.add(artifact)
         return path
 
     def value(
@@ -170,6 +176,10 @@ class Manifest:
     def next_number(self) -> str:
         """A number that no file has had."""
         self._number += 1
+        if self._number > _LAST:
+            raise RunDirectoryError(
+                f"{self.path} has had files up to the number {_LAST}. Run again in a new directory"
+            )
         return f"{self._number:06d}"
 
     def change(
@@ -185,6 +195,7 @@ class Manifest:
         for name, path in add.items():
             file = path.relative_to(self.path).as_posix()
             artifacts[name] = _Artifact(file, path.stat().st_size, files.checksum(path))
+            self._compared.add(artifacts[name])
         remembered = {name: state for name, state in before.operators.items() if name not in gone}
         remembered |= {name: dict(state) for name, state in (operators or {}).items()}
         content = replace(before, artifacts=artifacts, operators=remembered)

@@ -28,14 +28,23 @@ from whence.operators import LinearOperator
 from whence.preconditioners import LowRank, measure_quality
 from whence.units import format_bytes
 
-__all__ = ["WORKING_VECTORS", "Bounds", "affordable_rank", "copies_in_memory", "measure_bounds"]
+__all__ = [
+    "AT_ONCE",
+    "RANK",
+    "WORKING_VECTORS",
+    "Bounds",
+    "affordable_rank",
+    "copies_in_memory",
+    "measure_bounds",
+]
 
 #: Columns of U, where memory allows.
 RANK = 32
 #: Vectors beside U: what conjugate gradients need for one right-hand side.
 WORKING_VECTORS = 10
 _FEWEST_COLUMNS = 8  # that Nyström works with whatever the rank
-_AT_ONCE = 8  # of its columns, at three vectors each
+#: Nyström's columns that products take together, at three vectors each.
+AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ def affordable_rank(gnh: GaussNewton) -> tuple[int, int]:
             "--params), such as the last layers"
         )
     rank = min(RANK, copies - WORKING_VECTORS)
-    return min(rank, gnh.num_parameters), min(_AT_ONCE, (copies - rank) // 3)
+    return min(rank, gnh.num_parameters), min(AT_ONCE, (copies - rank) // 3)
 
 
 def copies_in_memory(gnh: GaussNewton) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from whence.model.exact import tangent_only
-from whence.model.finite_difference import StepMemory
+from whence.model.finite_difference import FiniteDifferences, StepMemory
 from whence.model.gauss_newton import GaussNewton
 from whence.model.inspection import check_finite
 from whence.tasks import Batch
@@ -37,16 +37,18 @@ class DirectionalDerivatives:
     def __init__(self, gnh: GaussNewton, directions: ParamVector, pilot: Batch) -> None:
         self._gnh, self._directions = gnh, directions
         self._columns = directions.unstack()
+        #: Its own: the operator's memory is left alone, on which its next product depends.
+        self._differences: FiniteDifferences | None = None
         self._calibrations: list[tuple[StepMemory, float]] = []
         if gnh.product != "exact":
-            differences = gnh.differences(pilot)
-            self._calibrations = [differences.calibrate(pilot, column) for column in self._columns]
+            self._differences = FiniteDifferences(gnh.network, pilot)
+            self._calibrations = [self._differences.calibrate(pilot, column) for column in self._columns]
 
     def of_terms(self, batch: Batch) -> Tensor:
         """``∇ℓ_iᵀu`` for every term: ``[k, *losses]`` in float64, zero where the batch has no term."""
-        if self._gnh.product == "exact":
+        task, differences = self._gnh.task, self._differences
+        if differences is None:
             return self._exact(batch)
-        task, differences = self._gnh.task, self._gnh.differences(batch)
         rows = [
             differences.loss_derivatives(
                 batch, column, calibration, lambda outputs: task.losses(outputs, batch)

@@ -20,6 +20,7 @@ from whence.operators import Damped, failures_become_typed
 from whence.progress import ticker
 from whence.solvers.plan import Plan
 from whence.solvers.shifted import Shifted
+from whence.threads import one_at_a_time
 from whence.vectors import ParamVector
 
 __all__ = [
@@ -325,6 +326,7 @@ class Solver(ABC, Generic[S]):
         """The solver for one more round after so many: itself, unless a round goes on to a smaller error."""
         return self
 
+    @one_at_a_time
     @failures_become_typed()
     def solve(
         self,

@@ -236,7 +236,7 @@ def _processor(directory: Path) -> Transform:
     remedy = "if it needs torchvision, install that, or give a transform as module:function"
     with refusing(ModelError, f"the image processor in {directory} cannot be loaded", remedy):
         processor = transformers.AutoImageProcessor.from_pretrained(
-            str(directory), local_files_only=True, **pillow
+            str(directory), local_files_only=True, trust_remote_code=False, **pillow
         )
 
     def transform(image: Any) -> Tensor:

@@ -123,7 +123,9 @@ def load_model(
         _check_files(path)
     with _quiet(load_library("transformers", "hf", "to load a Hugging Face model")) as transformers:
         with refusing(ModelError, f"the model {source!r} cannot be loaded", f"check the name, or {AGAIN}"):
-            config = transformers.AutoConfig.from_pretrained(source, local_files_only=local)
+            config = transformers.AutoConfig.from_pretrained(
+                source, local_files_only=local, trust_remote_code=False
+            )
         kind, loader = _architecture(config.to_dict(), source)
         model = _load_weights(getattr(transformers, loader), source, chosen, local)
         if adapter is not None:
@@ -248,7 +250,7 @@ def _load_weights(loader: Any, source: str, dtype: Any, local: bool) -> Any:
     """The model in evaluation mode; refused if parameters are left out, which would be random numbers."""
     with refusing(ModelError, f"the model in {source} cannot be loaded", f"save it again, or {AGAIN}"):
         model, info = loader.from_pretrained(
-            source, dtype=dtype, local_files_only=local, output_loading_info=True
+            source, dtype=dtype, local_files_only=local, output_loading_info=True, trust_remote_code=False
         )
     for key, problem in (
         ("missing_keys", "has no weights for"),

@@ -78,7 +78,7 @@ def hub_dataset(name: str, *, split: str) -> Records:
     """One split of a data set on the Hugging Face hub, ``owner/name``, fetched into the library's own cache."""
     datasets = load_library("datasets", "hf", "to fetch data sets from the hub")
     with refusing(DataError, f"the data set {name} cannot be fetched", "check its name and your access"):
-        loaded = datasets.load_dataset(name, split=split)
+        loaded = datasets.load_dataset(name, split=split, trust_remote_code=False)
     return _dataset_rows(loaded, name=f"{name}:{split}", place=name)
 
 

@@ -38,7 +38,9 @@ def load_tokenizer(source: str, *, local: bool = True) -> Any:
         # The library would make an empty one for some models.
         raise ModelError(f"{source} has no tokenizer (no tokenizer.json or tokenizer.model); {REMEDY}")
     with refusing(ModelError, f"the tokenizer in {source} cannot be loaded", REMEDY):
-        return transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
+        return transformers.AutoTokenizer.from_pretrained(
+            source, local_files_only=local, trust_remote_code=False
+        )
 
 
 def check_tokenizer(tokenizer: Any, model: nn.Module) -> None:

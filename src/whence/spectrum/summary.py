@@ -24,6 +24,7 @@ from whence.spectrum.moments import (
     trace_and_frobenius_from_gradients,
     trace_from_quadratic_forms,
 )
+from whence.threads import one_at_a_time
 
 __all__ = ["Spectrum", "estimate_spectrum"]
 
@@ -176,6 +177,7 @@ class Spectrum:
         return "\n".join(lines)
 
 
+@one_at_a_time
 @failures_become_typed()
 def estimate_spectrum(
     operator: LinearOperator,

@@ -25,6 +25,7 @@ from whence.model.selection import ParameterFilter
 from whence.progress import ticker
 from whence.solvers.plan import Plan
 from whence.tasks import Batch, Task
+from whence.threads import one_at_a_time
 from whence.validation.bregman import PART, BregmanObjective
 from whence.validation.statistics import standard_error
 from whence.vectors import ParamVector
@@ -76,6 +77,7 @@ class ProximalResponse:
         return apart
 
 
+@one_at_a_time
 def pbrf(
     model: nn.Module,
     train: Any,

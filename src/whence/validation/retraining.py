@@ -34,6 +34,7 @@ from whence.progress import ticker
 from whence.runs import Run, holds, read, read_value, write_value
 from whence.runs.fingerprint import of_data, of_value
 from whence.tasks import Task
+from whence.threads import one_at_a_time
 from whence.validation.statistics import standard_error
 
 __all__ = ["Outcomes", "Trainer", "as_masks", "half_subsets", "mask_of", "query_losses", "retrain"]
@@ -107,6 +108,7 @@ class Trainer(Protocol):
         ...
 
 
+@one_at_a_time
 def retrain(
     train: Trainer,
     subsets: Tensor | Sequence[Sequence[int]],

@@ -23,6 +23,7 @@ from whence.errors import DataError, OptionError
 from whence.model.selection import ParameterFilter
 from whence.options import MeasureOptions, chosen_options, takes
 from whence.tasks import Task
+from whence.threads import one_at_a_time
 from whence.validation.datamodeling import Bench, DatamodelingDifference, DatamodelingScore
 from whence.validation.retraining import Outcomes, Trainer, half_subsets, retrain
 
@@ -184,6 +185,7 @@ class Tuning:
 
 
 @takes(MeasureOptions)
+@one_at_a_time
 def tune(
     model: nn.Module,
     train_set: Any,

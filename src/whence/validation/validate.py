@@ -22,7 +22,7 @@ from torch import nn
 
 from whence.attribution import Attribution
 from whence.attribution.damping import metric_again
-from whence.attribution.job import operator_identity
+from whence.attribution.identity import operator_identity, recognise
 from whence.errors import OptionError, RunDirectoryError, SolverError, WhenceError, WhenceWarning
 from whence.model.data import TermSet
 from whence.model.gauss_newton import GaussNewton
@@ -35,6 +35,7 @@ from whence.runs.fingerprint import of_data, of_value
 from whence.solvers.plan import Plan
 from whence.spectrum import estimate_spectrum
 from whence.tasks import Task
+from whence.threads import one_at_a_time
 from whence.units import format_bytes, format_duration
 from whence.validation.pbrf import ProximalResponse, pbrf
 from whence.validation.verdicts import (
@@ -61,6 +62,7 @@ _LANCZOS = 20
 _RANKED, _QUERIES = 48, 3  # whose order under other dampings is compared, at most
 
 
+@one_at_a_time
 def validate(
     model: nn.Module,
     train: Any,
@@ -114,10 +116,11 @@ def validate(
     )
     TermSet(queries, task, gnh.network.device)  # refuses what is no list of examples
     _recognise(gnh, queries, result)
-    gnh = gnh.in_metric(metric_again(gnh, result, directory))
-    if result.solve.by_curvature:
-        gnh.terms.draw_by(measure_importance(gnh).probabilities())
     with Run(None, {}, identity={}) if directory is None else Run.again(directory) as run:
+        recognise(run, gnh)
+        gnh = gnh.in_metric(metric_again(gnh, result, directory))
+        if result.solve.by_curvature:
+            gnh.terms.draw_by(measure_importance(gnh).probabilities())
         job = _Job(gnh, queries, params, result, run, budget=budget_seconds, points=points, seed=seed)
         job.keep(solver_check(result))
         for name, check in CHECKS.items():
