@@ -38,6 +38,7 @@ from whence.training import KEPT, Training
 __all__ = ["KeepTraining", "attribute"]
 
 transformers = load_library("transformers", "hf", "to read a Trainer")
+_Callback: Any = transformers.TrainerCallback
 
 #: How far losses may differ, relative to them: in float32, and where the training runs in half precision.
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.03
@@ -88,7 +89,7 @@ def attribute(
         )
 
 
-class Collated(Sequence[Any]):
+class Collated:
     """Rows as the trainer's collator makes examples of them, one at a time.
 
     Args:
@@ -125,7 +126,7 @@ class Collated(Sequence[Any]):
         return example
 
 
-class KeepTraining(transformers.TrainerCallback):  # type: ignore[misc]  # transformers has no types
+class KeepTraining(_Callback):  # type: ignore[misc]  # transformers has no types
     """Writes into every checkpoint how far training has come: the mean of all its rates, and its steps.
 
     With it ``training="checkpoint-500"`` is exact whatever was logged, for optimizers whose state is not saved, too.
