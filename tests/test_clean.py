@@ -298,7 +298,7 @@ def test_tasks_without_labels_are_read_again(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_not_read(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="holds no finished run of whence clean"):
+    with pytest.raises(RunDirectoryError, match="holds no run; give the directory of one"):
         load_cleaning(tmp_path)
     run(run_dir=tmp_path, exact_solves=0)
     with pytest.raises(RunDirectoryError, match=rf"a run of whence clean.*`whence report {tmp_path}`"):
