@@ -280,7 +280,7 @@ def test_data_that_change_at_every_access_are_refused_naming_the_cause() -> None
 
 
 def test_queries_that_change_at_every_access_are_refused() -> None:
-    with pytest.raises(DataError, match="the queries cannot be used: .* is another one at every access"):
+    with pytest.raises(DataError, match=r"the queries cannot be used: .* is another one at every access"):
         query_terms(Augmented(), operator())
 
 
@@ -351,7 +351,7 @@ def test_one_input_of_another_precision_is_refused(micro_batch: int) -> None:
     data = vectors(DOUBLE) * 100
     data[1002] = (data[1002][0].float(), data[1002][1])  # beyond the first look
     gnh = operator(data=data, micro_batch=micro_batch)
-    with pytest.raises(DataError, match="'input'.*float"):
+    with pytest.raises(DataError, match=r"'input'.*float"):
         gnh.matvec(gnh.zeros())
 
 
@@ -381,5 +381,5 @@ def test_what_to_show_of_an_example_is_an_exhibit_or_an_error_that_names_it() ->
 
     with pytest.raises(DataError, match="what to show of example 3 cannot be told: KeyError: 'picture'"):
         describer(vectors(DOUBLE), fail, None, None)(3)
-    with pytest.raises(DataError, match="what to show of example 3 is a str; return a whence.Exhibit"):
+    with pytest.raises(DataError, match=r"what to show of example 3 is a str; return a whence.Exhibit"):
         describer(vectors(DOUBLE), lambda example, index: "text", None, None)(3)  # type: ignore[arg-type,return-value]

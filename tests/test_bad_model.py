@@ -419,7 +419,7 @@ def test_a_scripted_model_is_refused() -> None:
 
 
 def test_a_model_without_numbers_is_refused() -> None:
-    with pytest.raises(ModelError, match="on the meta device.*load its weights"):
+    with pytest.raises(ModelError, match=r"on the meta device.*load its weights"):
         operator(classifier().to("meta"))
 
 

@@ -155,7 +155,7 @@ def network() -> tuple[nn.Module, list[tuple[Tensor, int]]]:
 
 
 def sure_but_for_two() -> tuple[nn.Module, list[tuple[Tensor, int]]]:
-    """A classifier that has no doubt of 198 of its 200 examples, not even in float32; it has of the second and another."""
+    """A classifier that has no doubt of 198 of its 200 examples, not even in float32; of the second it has."""
     model = nn.Linear(2, 2, bias=False).eval()
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[-40.0, 0.3], [40.0, -0.2]]))

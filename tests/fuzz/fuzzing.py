@@ -1,4 +1,4 @@
-"""One way to fuzz: a check with random arguments, in a quick form for every run and a long one for `make test-faults`."""
+"""One way to fuzz: a check with random arguments, quick in every run, long in `make test-faults`."""
 
 from __future__ import annotations
 
