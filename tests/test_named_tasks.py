@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +22,15 @@ from whence import (
     GaussNewton,
     LanguageModeling,
     MaskedLanguageModeling,
+    Options,
     Regression,
     SequenceToSequence,
     TokenClassification,
     attribute,
 )
+from whence.attribution.exhibits import exhibit_of
 from whence.attribution.job import operator_identity
+from whence.cli.inputs import InputOptions, Inputs
 from whence.errors import DataError, ModelError, OptionError
 from whence.tasks import Batch, Task
 from zoo import ARCHITECTURES, VOCABULARY, masked_sequences, sequences, vectors
@@ -476,3 +480,31 @@ def test_a_view_of_a_parameter_may_be_passed_to_a_layer() -> None:
         dense = dense_of(gnh, loss)
         v = gnh.zeros().randn_like(torch.Generator().manual_seed(0))
         assert relative_error(gnh.matvec(v), dense.matvec(v)) <= 1e-6
+
+
+# --- around them -----------------------------------------------------------------------------------------
+
+
+def test_the_command_line_knows_tasks_by_name(tmp_path: Path) -> None:
+    (tmp_path / "given.py").write_text(
+        "import torch\nfrom whence.sources import Problem\n"
+        "def build():\n"
+        "    rows = [(torch.ones(3), i % 2) for i in range(4)]\n"
+        "    return Problem(torch.nn.Linear(3, 1).eval(), train=rows, queries=rows[:1])\n"
+    )
+    spec = f"{tmp_path / 'given.py'}:build"
+    inputs = Inputs(InputOptions(model=spec, task="binary-classification"))
+    assert isinstance(inputs.task, BinaryClassification)
+    assert inputs.operator(Options()).num_terms == 4
+    files = Inputs(InputOptions(model=spec, task="binary-classification", train=str(tmp_path)))
+    with pytest.raises(OptionError, match=r"not for BinaryClassification.*Problem with train and queries"):
+        _ = files.train
+    with pytest.raises(
+        OptionError, match=r"--task is 'ranking'; it must be one of classification, .*sequence-to"
+    ):
+        _ = Inputs(InputOptions(model=spec, task="ranking")).task
+
+
+def test_an_answer_is_shown_beside_what_it_answers() -> None:
+    shown = exhibit_of(SequenceToSequence().query([3, 4, 5], [6, 7]), 0)
+    assert (shown.prompt, shown.text, shown.tokens) == ("3 4 5 ", "6 7 ", ("6 ", "7 "))
