@@ -17,7 +17,8 @@ from small import DOUBLE, evaluated, generator
 from test_untouched import state, used_model
 from whence import Classification, GaussNewton, LanguageModeling
 from whence.errors import ModelError
-from whence.model.layers import Passed, matrices
+from whence.model.layers import ExampleGradients, Passed, matrices
+from whence.model.network import Network
 from whence.tasks import Batch, Task
 from zoo import CASES, VOCABULARY, Case, images, sequences, vectors
 
@@ -424,9 +425,18 @@ def test_what_cannot_be_read_says_why_and_the_rest_is_read(name: str) -> None:
     assert_right(gnh)
 
 
-@pytest.mark.parametrize(
-    "option", [{"max_norm": 100.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str
-)
+def test_an_embedding_whose_gradient_is_no_derivative_has_none_of_examples() -> None:
+    network = Network(
+        model := Model(
+            run_padded, embed=nn.Embedding(WIDTH, 3, scale_grad_by_freq=True), head=head(3)
+        ).eval(),
+        Classification(),
+        dict(model.named_parameters()),
+    )
+    assert "embed.weight" in ExampleGradients(network, Classification().collate(tokens()[:2])).missing
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 100.0}, {"sparse": True}], ids=str)
 def test_embeddings_whose_gradients_are_not_those_of_examples(option: dict[str, Any]) -> None:
     build = lambda: Model(run_padded, embed=nn.Embedding(WIDTH, 3, **option), head=head(3))  # noqa: E731
     missing = operator(build, tokens).example_gradients().missing
