@@ -29,7 +29,7 @@ from whence import (
     attribute,
 )
 from whence.attribution.exhibits import exhibit_of
-from whence.attribution.job import operator_identity
+from whence.attribution.identity import operator_identity
 from whence.cli.inputs import InputOptions, Inputs
 from whence.errors import DataError, ModelError, OptionError
 from whence.tasks import Batch, Task

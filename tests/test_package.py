@@ -42,6 +42,7 @@ def test_the_examples_of_readme_and_docs_run_as_printed(
     pages = ("README.md", "docs/solvers.md", "docs/cleaning.md", "docs/runs.md")
     text = "".join((ROOT / page).read_text() for page in pages)
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    blocks = [block for block in blocks if "trainer" not in block]  # tests/test_hf.py
     assert len(blocks) >= len(pages)
     monkeypatch.chdir(tmp_path)
     scope = {

@@ -20,6 +20,7 @@ from whence.model.gauss_newton import GaussNewton
 from whence.runs import Run, differences
 from whence.runs.fingerprint import of_data, of_model, of_value, without_addresses
 from whence.solvers import Solver
+from whence.tasks import Task
 from whence.training import Training
 
 __all__ = ["Portrait", "operator_identity", "question_identity", "recognise"]
@@ -34,13 +35,19 @@ _ELSEWHERE = ("transformers_version",)
 
 def operator_identity(gnh: GaussNewton) -> dict[str, str]:
     """Which model, task, data and parameters a run is about."""
-    names, settings = list(gnh.network.parameters), vars(gnh.task)
+    names = list(gnh.network.parameters)
     return {
         "model": f"{type(gnh.network.model).__name__} {of_model(gnh.network.model)}",
-        "task": type(gnh.task).__name__ + (f" {of_value(settings)}" if settings else ""),
+        "task": _task(gnh.task),
         "train": f"{len(gnh.terms)} examples {of_data(gnh.terms.data)}",
         "params": f"{len(names)} tensors, {gnh.num_parameters} parameters {of_value(names)}",
     }
+
+
+def _task(task: Task) -> str:
+    """As it prints itself, and a fingerprint of what that may leave out: functions, and tasks of a user's own."""
+    known = type(task).__module__.startswith("whence.") and not any(callable(v) for v in vars(task).values())
+    return repr(task).removesuffix("()") + ("" if known else f" {of_value(vars(task))}")
 
 
 def question_identity(

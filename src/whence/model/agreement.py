@@ -52,6 +52,7 @@ def disagreement(network: Network, batch: Batch, tangent: Callable[[ParamVector]
     for k in range(1, _PROBES):
 
         def receive(name: str, part: Tensor, k: int = k) -> None:
+            part = part.to_dense()  # an embedding's may be sparse
             for row, direction in enumerate(directions):
                 pulled[row, k] += torch.dot(part.flatten(), direction[name].flatten())
 

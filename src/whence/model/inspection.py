@@ -109,10 +109,11 @@ def check_outputs(network: Network, batch: Batch) -> int:
 
 def _check_swapped(network: Network, outputs: Tensor) -> None:
     """Refuse a model that reached its own parameters where others were put in their place."""
-    own = torch.autograd.grad(
-        outputs.sum(), list(network.parameters.values()), allow_unused=True, retain_graph=True
-    )
-    missed = [name for name, found in zip(network.parameters, own, strict=True) if found is not None]
+    own = {name: p for name, p in network.parameters.items() if p.requires_grad}
+    if not own:  # a copy that nobody trains
+        return
+    reached = torch.autograd.grad(outputs.sum(), list(own.values()), allow_unused=True, retain_graph=True)
+    missed = [name for name, found in zip(own, reached, strict=True) if found is not None]
     if missed:
         raise ModelError(
             f"the model reads {missed[0]!r} from a copy of its own, kept outside of its modules (a list, a closure, "
