@@ -344,7 +344,7 @@ def test_sequences_that_look_at_the_rest_of_the_batch_are_refused() -> None:
 
         def forward(self, input_ids: Tensor) -> Tensor:
             hidden = self.embedding(input_ids)
-            return self.head(hidden - hidden.mean(0))  # over the batch, at each place
+            return self.head(hidden * len(input_ids))
 
     torch.manual_seed(0)
     with pytest.raises(ModelError, match="alone and with others"):
