@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from small import DOUBLE, classifier, generator, operator
 from test_untouched import state, used_model
 from whence import Classification, GaussNewton, LanguageModeling, ParamVector
-from whence.errors import DataError, OptionError, VectorError
+from whence.errors import DataError, ModelError, OptionError, VectorError
 from whence.scoring import Scorer
 from whence.scoring.cost import Work, count_work
 from zoo import CASES, PLAIN, Case, sequences, vectors
@@ -277,7 +277,7 @@ def test_the_model_is_left_bit_for_bit_as_it_was(product: str, method: str) -> N
     scored.term_shares(torch.arange(3))
     assert state(model) == before
     model.fuse.calls = 3 if method == "gradients" else 2
-    with pytest.raises(RuntimeError, match="the model's own error"):
+    with pytest.raises(ModelError, match="RuntimeError: the model's own error"):
         everything(scored)
     assert state(model) == before
 

@@ -16,12 +16,15 @@ from torch import Tensor
 from whence.attribution.budget import FACTOR_TERMS, HALVES, HALVES_COLUMNS, Way, expected_iterations
 from whence.model.gauss_newton import GaussNewton
 from whence.model.second_moment import BATCH, BATCHES
+from whence.operators import Damped
 from whence.options import Options
 from whence.preconditioners.ekfac import ekfac
 from whence.scoring import Scorer
 from whence.scoring.cost import count_work
 from whence.solvers.auto import CG_COPIES, Alternative, Passes
+from whence.solvers.cg import ConjugateGradient
 from whence.solvers.plan import Plan, part_of_auto
+from whence.vectors import ParamVector
 
 __all__ = ["Forecast", "Paces", "count_passes", "forecast", "time_phases"]
 
@@ -39,9 +42,9 @@ class Paces:
         factors: EK-FAC.
         product: with one vector, over all of the data.
         halves: two halves of the data, solved for a few mixtures.
-        iteration: a product with all queries.
+        iteration: a product with all queries, and the algebra of conjugate gradients.
         spectrum: all that is measured of it; ``top``: λmax alone.
-        scores: of all examples to be scored.
+        scores: of all examples to be scored; ``norms``: with the lengths of their gradients, which a proof needs.
     """
 
     metric: float
@@ -53,6 +56,7 @@ class Paces:
     spectrum: float
     top: float
     scores: float
+    norms: float
 
     @property
     def quick(self) -> float:
@@ -62,14 +66,14 @@ class Paces:
     def exact(self, iterations: float) -> float:
         """An exact solve of so many iterations, with all that goes before and after it."""
         known = self.metric + self.asked + self.spectrum + self.halves
-        return known + iterations * self.iteration + self.scores
+        return known + iterations * self.iteration + self.norms
 
     def of(self, way: Way, iterations: float) -> float:
         """What goes this way, with as many iterations as an exact solve should take."""
         if not way.factored:
             return self.exact(iterations)
         more = iterations if way.iterations is None else way.iterations
-        return self.quick + (more * self.iteration + self.scores if way.solved else 0.0)
+        return self.quick + (more * self.iteration + self.norms if way.solved else 0.0)
 
 
 def time_phases(
@@ -86,15 +90,25 @@ def time_phases(
     """
     n, generator = len(gnh.terms), torch.Generator().manual_seed(0)
     some = torch.linspace(0, n - 1, min(n, gnh.micro_batch)).long().unique()
-    grown = n / len(some)
+    grown, scored = n / len(some), n if examples is None else examples
     vector, block = gnh.zeros().randn_like(generator), gnh.zeros(queries).randn_like(generator)
     few = gnh.zeros(HALVES_COLUMNS).randn_like(generator)
-    scorer = Scorer(gnh, block, method=options.method)  # type: ignore[arg-type]  # checked
+    plain, proven = (
+        Scorer(gnh, block, method=options.method, norms=norms)  # type: ignore[arg-type]  # checked
+        for norms in (False, True)
+    )
 
     def growing(work: Callable[[Tensor], object]) -> float:
         """Over all of the data, from a part of it; what a first call costs is not counted."""
         work(some[:2])
         return grown * _seconds(lambda: work(some))
+
+    def algebra(columns: ParamVector) -> float:
+        """Of an iteration, beside its product: what two on two examples take."""
+        solver = ConjugateGradient(max_iterations=2, tolerance=1e-6, keep_slopes=True, verify=False)
+        system = Damped(gnh.over(some[:2]), 1.0)
+        taken = [_seconds(lambda: solver.solve(system, columns, generator=generator)) for _ in range(2)]
+        return max(0.0, min(taken) / 2 - _seconds(lambda: system.matvec(columns)))
 
     def factoring(count: int) -> float:
         return _seconds(lambda: ekfac(gnh, 1.0, generator=generator, examples=count))
@@ -111,11 +125,14 @@ def time_phases(
         asked=queries * _seconds(lambda: gnh.gradients([gnh.terms.data[int(gnh.terms.indices[0])]])),
         factors=factored + max(0.0, each) * max(0.0, part * n - len(some)),
         product=product,
-        halves=HALVES * growing(lambda where: gnh.over(where).matvec(few)) if halves else 0.0,
-        iteration=growing(lambda where: gnh.over(where).matvec(block)),
+        halves=HALVES * (growing(lambda where: gnh.over(where).matvec(few)) + 2 * algebra(few))
+        if halves
+        else 0.0,
+        iteration=growing(lambda where: gnh.over(where).matvec(block)) + algebra(block),
         spectrum=_SPECTRUM * min(1.0, options.spectrum_terms / gnh.num_terms) * product,
         top=_TOP * min(1.0, _TOP_TERMS / gnh.num_terms) * product,
-        scores=growing(scorer.score) * (n if examples is None else examples) / n,
+        scores=growing(plain.score) * scored / n,
+        norms=growing(proven.score) * scored / n,
     )
 
 
