@@ -90,7 +90,7 @@ def time_phases(
     """
     n, generator = len(gnh.terms), torch.Generator().manual_seed(0)
     some = torch.linspace(0, n - 1, min(n, gnh.micro_batch)).long().unique()
-    grown, scored = n / len(some), n if examples is None else examples
+    scored = n if examples is None else examples
     vector, block = gnh.zeros().randn_like(generator), gnh.zeros(queries).randn_like(generator)
     few = gnh.zeros(HALVES_COLUMNS).randn_like(generator)
     plain, proven = (
@@ -98,37 +98,37 @@ def time_phases(
         for norms in (False, True)
     )
 
-    def growing(work: Callable[[Tensor], object]) -> float:
-        """Over all of the data, from a part of it; what a first call costs is not counted."""
+    def growing(work: Callable[[Tensor], object], count: int = len(some)) -> float:
+        """Over all of the data, from so many of them; what a first call costs is not counted."""
+        where = some[: max(1, count)]
         work(some[:2])
-        return grown * _seconds(lambda: work(some))
+        return n / len(where) * _seconds(lambda: work(where))
 
     def algebra(columns: ParamVector) -> float:
-        """Of an iteration, beside its product: what two on two examples take."""
-        solver = ConjugateGradient(max_iterations=2, tolerance=1e-6, keep_slopes=True, verify=False)
+        """Of an iteration, beside its product: half of a solve on two examples; the rest is its beginning and end."""
+        solver = ConjugateGradient(max_iterations=1, tolerance=1e-6, keep_slopes=True, verify=False)
         system = Damped(gnh.over(some[:2]), 1.0)
         taken = [_seconds(lambda: solver.solve(system, columns, generator=generator)) for _ in range(2)]
-        return max(0.0, min(taken) / 2 - _seconds(lambda: system.matvec(columns)))
+        return max(0.0, min(taken) - _seconds(lambda: system.matvec(columns))) / 2
 
     def factoring(count: int) -> float:
         return _seconds(lambda: ekfac(gnh, 1.0, generator=generator, examples=count))
 
-    fewer = max(1, len(some) // 4)
     factoring(1)
-    less, factored = factoring(fewer), factoring(len(some))
-    each = (factored - less) / max(1, len(some) - fewer)  # the rest is for the bases, whatever the data
     part = min(1.0, FACTOR_TERMS / gnh.num_terms)
     product = growing(lambda where: gnh.over(where).matvec(vector))
     halves = part_of_auto(options.damping) is not None and not recipe and n > HALVES_COLUMNS
     return Paces(
         metric=growing(gnh.training_gradient) * min(1.0, BATCH * BATCHES / n),
         asked=queries * _seconds(lambda: gnh.gradients([gnh.terms.data[int(gnh.terms.indices[0])]])),
-        factors=factored + max(0.0, each) * max(0.0, part * n - len(some)),
+        # beyond the examples that it is tried on, 9 forwards each, where a product is 5
+        factors=factoring(len(some)) + 9 / 5 * product * max(0.0, part - len(some) / n),
         product=product,
-        halves=HALVES * (growing(lambda where: gnh.over(where).matvec(few)) + 2 * algebra(few))
+        halves=HALVES * (growing(lambda where: gnh.over(where).matvec(few), len(some) // 4) + algebra(few))
         if halves
         else 0.0,
-        iteration=growing(lambda where: gnh.over(where).matvec(block)) + algebra(block),
+        iteration=growing(lambda where: gnh.over(where).matvec(block), gnh.examples_at_once(block))
+        + algebra(block),
         spectrum=_SPECTRUM * min(1.0, options.spectrum_terms / gnh.num_terms) * product,
         top=_TOP * min(1.0, _TOP_TERMS / gnh.num_terms) * product,
         scores=growing(plain.score) * scored / n,
