@@ -123,6 +123,17 @@ def test_the_recipe_is_the_trainers(trainer: Any) -> None:
     assert recipe.rate == pytest.approx(sum(logged) / 4)
 
 
+def test_the_recipe_of_sgd_is_not_taken_for_adams(tmp_path: Path) -> None:
+    plain = tuned(tmp_path, optim="sgd", callbacks=[hf.KeepTraining()], save_strategy="steps", save_steps=4)
+    recipe = hf._recipe(plain, plain.model)
+    assert recipe is not None
+    assert not recipe.adaptive
+    assert json.loads((tmp_path / "checkpoint-4" / KEPT).read_text())["optimizer"] == "sgd"
+    plain.args.optim = "adafactor"
+    assert hf._recipe(plain, plain.model) is None
+    assert hf._optimizer(plain.args) == "adafactor"
+
+
 def test_packed_sequences_are_those_of_the_training(tmp_path: Path) -> None:
     packed = tuned(tmp_path, rows=[{"text": row["prompt"] + row["completion"]} for row in ROWS], packing=True)
     rows = hf.Collated(packed.train_dataset, packed)

@@ -156,13 +156,12 @@ class KeepTraining(_Callback):  # type: ignore[misc]  # transformers has no type
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Into the checkpoint that was just written."""
         directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        optimizer = str(getattr(args.optim, "value", args.optim))
         if directory.is_dir() and state.global_step:
             kept = {
                 "rate": self._total / state.global_step,
                 "steps": state.global_step,
                 "weight_decay": args.weight_decay,
-                "optimizer": "adam" if optimizer.startswith("adam") else "sgd",
+                "optimizer": _optimizer(args),
             }
             (directory / KEPT).write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
 
@@ -251,7 +250,19 @@ def _recipe(trainer: Any, model: nn.Module) -> Training | None:
     ):
         found = Training.read(optimizer, model)
         return found if history is None else replace(found, rate=history.rate, steps=steps)
-    return history
+    kind = _optimizer(trainer.args)
+    if history is None or kind not in ("adam", "sgd"):
+        return None  # of others too little is known
+    if kind == "adam":
+        return history
+    momentum = float(optimizer.param_groups[0].get("momentum", 0.0)) if optimizer is not None else 0.0
+    return replace(history, adaptive=False, momentum=momentum)
+
+
+def _optimizer(args: Any) -> str:
+    """The kind of optimizer that the arguments name: "adam", "sgd", or another one's own name."""
+    name = str(getattr(args.optim, "value", args.optim))
+    return next((kind for kind in ("adam", "sgd") if name.startswith(kind)), name)
 
 
 def _check_loss(trainer: Any, model: nn.Module, task: Task, rows: Collated) -> None:
