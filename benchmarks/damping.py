@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from time import process_time
 from typing import Any
@@ -34,6 +35,8 @@ from whence.validation import Outcomes
 
 DIRECTORY = RESULTS / "damping"
 SEED = 1000
+#: What is measured of a work, in the order of use.
+PARTS = {"without", "with", "scalar", "measured", "optimizer", "agreement"}
 #: Queries that dear works are asked: a product costs as much as there are columns.
 FEWER = {"llama": 5, "gpt2": 5, "cifar10-cnn": 10}
 #: λ in units of a part of λmax, and of 1/τ or √v.
@@ -41,55 +44,74 @@ KAPPAS = [float(k) for k in np.logspace(-0.5, 3.5, 17)]
 TIMES = [float(c) for c in np.logspace(-1, 2.5, 15)]
 
 
-def measure(of: Work) -> dict[str, Any]:
-    """Everything about one work."""
+def measure(of: Work) -> None:
+    """Everything about one work that its file has not yet, part by part: a part that was measured is not lost."""
+    path = DIRECTORY / f"{of.name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"environment": environment()}
+    if found.keys() >= PARTS:
+        return
     train, asked = of.train_set(), of.asked()[: FEWER.get(of.name)]
     trained = of.fit(range(len(train)), SEED)
     whole = truth(of)
     outcomes = Outcomes(whole.losses[:, :, : len(asked)], whole.subsets, whole.seeds)
     gnh = GaussNewton(trained.model, of.task, train)
     recipe = recipe_of(trained)
-    found: dict[str, Any] = {
-        "name": of.name,
-        "about": of.about,
-        "examples": len(train),
-        "queries": len(asked),
-    }
+    found |= {"name": of.name, "about": of.about, "examples": len(train), "queries": len(asked)}
     found["parameters"], found["time"], found["adaptive"] = gnh.num_parameters, recipe.time, recipe.adaptive
-    top, shifted = solved(gnh, asked, 1 / KAPPAS[-1], relative=True)
-    found["lambda_max"] = top
-    found["dot product"] = lds(shifted.scores(1e12 * top), outcomes)
-    found["scalar"] = {"kappa": KAPPAS, "lds": curve(shifted, [top / k for k in KAPPAS], outcomes)}
-    metric = root_second_moment(gnh, generator=torch.Generator().manual_seed(0))
-    measured = gnh.in_metric(metric)
-    _, shifted = solved(measured, asked, TIMES[0])
-    stability = measure_stability(
-        measured,
-        measured.gradients(asked),
-        torch.tensor(TIMES, dtype=torch.float64),
-        generator=torch.Generator().manual_seed(1),
-    )
-    assert stability is not None
-    found["measured"] = {
-        "damping": TIMES,
-        "lds": curve(shifted, TIMES, outcomes),
-        "agreement": stability.agreement.tolist(),
-    }
-    if recipe.root_moment is not None:
+
+    def scalar() -> dict[str, Any]:
+        top, shifted = solved(gnh, asked, 1 / KAPPAS[-1], relative=True)
+        found["lambda_max"] = top
+        found["dot product"] = lds(shifted.scores(1e12 * top), outcomes)
+        return {"kappa": KAPPAS, "lds": curve(shifted, [top / k for k in KAPPAS], outcomes)}
+
+    def measured() -> dict[str, Any]:
+        within = gnh.in_metric(root_second_moment(gnh, generator=torch.Generator().manual_seed(0)))
+        _, shifted = solved(within, asked, TIMES[0])
+        return {"damping": TIMES, "lds": curve(shifted, TIMES, outcomes)}
+
+    def agreement() -> list[float]:
+        within = gnh.in_metric(root_second_moment(gnh, generator=torch.Generator().manual_seed(0)))
+        stability = measure_stability(
+            within,
+            within.gradients(asked),
+            torch.tensor(TIMES, dtype=torch.float64),
+            generator=torch.Generator().manual_seed(1),
+        )
+        assert stability is not None
+        return list(stability.agreement.tolist())
+
+    def optimizer() -> dict[str, Any] | None:
+        if recipe.root_moment is None:
+            return None
         own = gnh.in_metric(factored(recipe.root_moment, gnh.network))
         _, shifted = solved(own, asked, TIMES[0] / recipe.time)
-        dampings = [c / recipe.time for c in TIMES]
-        found["optimizer"] = {"times": TIMES, "lds": curve(shifted, dampings, outcomes)}
-    for name, training in (("without", None), ("with", recipe)):
+        return {"times": TIMES, "lds": curve(shifted, [c / recipe.time for c in TIMES], outcomes)}
+
+    def auto(training: Training | None) -> dict[str, Any]:
         begun = process_time()
         result = attribute(trained.model, train, asked, task=of.task, training=training, baseline=False)
-        found[name] = {
+        return {
             "damping": result.solve.plan.damping,
             "words": result.solve.damping_words,
             "cpu_seconds": process_time() - begun,
             **score(result.scores, outcomes),
         }
-    return found
+
+    parts: dict[str, Callable[[], Any]] = {
+        "without": lambda: auto(None),
+        "with": lambda: auto(recipe),
+        "scalar": scalar,
+        "measured": measured,
+        "optimizer": optimizer,
+        "agreement": agreement,
+    }
+    assert parts.keys() == PARTS
+    for name, part in parts.items():
+        if name not in found:
+            found[name] = part()
+            path.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"{of.name}: {name} written", flush=True)
 
 
 def recipe_of(trained: Trained) -> Training:
@@ -141,20 +163,20 @@ WITHOUT, ALL = ("scalar", "measured"), ("scalar", "measured", "optimizer")
 
 def best(row: dict[str, Any], grids: tuple[str, ...] = ALL) -> float:
     """The LDS of the best λ of these grids."""
-    return max(max(row[name]["lds"]) for name in grids if name in row)
+    return max(max(row[name]["lds"]) for name in grids if row[name] is not None)
 
 
 def without_recipe(row: dict[str, Any], guess: float, agreement: float) -> float:
     """The LDS that the rule with these constants would have had."""
     x, curve_ = np.log(row["measured"]["damping"]), row["measured"]
     fine = np.linspace(x[0], x[-1], 500)
-    allowed = (fine >= math.log(guess)) & (np.interp(fine, x, curve_["agreement"]) >= agreement)
+    allowed = (fine >= math.log(guess)) & (np.interp(fine, x, row["agreement"]) >= agreement)
     at = fine[allowed][0] if allowed.any() else fine[-1]
     return float(np.interp(at, x, curve_["lds"]))
 
 
 def with_recipe(row: dict[str, Any], constant: float) -> float:
-    if "optimizer" in row:
+    if row["optimizer"] is not None:
         return float(np.interp(math.log(constant), np.log(TIMES), row["optimizer"]["lds"]))
     kappa = row["lambda_max"] * row["time"] / constant
     return float(np.interp(math.log(kappa), np.log(KAPPAS), row["scalar"]["lds"]))
@@ -197,12 +219,9 @@ def main() -> None:
     torch.set_num_threads(1)
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     for name in [] if options.show else options.names or WORKS:
-        path = DIRECTORY / f"{name}.json"
-        if not path.exists():
-            found = {"environment": environment(), **measure(work(name))}
-            path.write_text(json.dumps(found, indent=1) + "\n")
-            print(f"{name}: written", flush=True)
+        measure(work(name))
     rows = [json.loads(p.read_text()) for name in WORKS if (p := DIRECTORY / f"{name}.json").exists()]
+    rows = [row for row in rows if row.keys() >= PARTS]
     show(rows)
     draw(rows)
 
@@ -264,7 +283,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     for axis, row in zip(axes.flat, rows, strict=False):
         first = row["measured"]["damping"]
         axis.semilogx(first, row["measured"]["lds"], "o-", ms=3, label="in the gradients' second moment")
-        if "optimizer" in row:
+        if row["optimizer"] is not None:
             axis.semilogx(
                 [c / row["time"] for c in TIMES],
                 row["optimizer"]["lds"],
