@@ -12,6 +12,7 @@
     │   └── RunDirectoryError            a run directory of another configuration or format
     ├── SolverError (RuntimeError)       the numbers went wrong during the work
     │   └── DivergenceError              a stochastic solve blew up; says why and what to change
+    ├── RankError (RuntimeError)         another process of the run was lost, or was asked something else
     └── StorageError (RuntimeError)      a file could not be written: full disk, no permission
 
     WhenceWarning (UserWarning)          the work goes on, but something was changed or looks wrong
@@ -26,6 +27,7 @@ __all__ = [
     "ModelError",
     "OptionError",
     "ParameterSelectionError",
+    "RankError",
     "RunDirectoryError",
     "SolverError",
     "StorageError",
@@ -69,6 +71,10 @@ class RunDirectoryError(InputError):
 
 class StorageError(WhenceError, RuntimeError):
     """A file could not be written; what was written before is not lost."""
+
+
+class RankError(WhenceError, RuntimeError):
+    """The processes of a run are not all there any more, or do not agree on what they were asked."""
 
 
 class SolverError(WhenceError, RuntimeError):

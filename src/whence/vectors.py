@@ -2,7 +2,9 @@
 
 Nothing here flattens: on a large model a flat copy is a second model in memory, and on a sharded one it is
 not even possible. Algebra is in place where it can be, and one code path serves a single vector and a block
-of several (``columns``), so that a solver reads the same for one right-hand side and for thirty.
+of several (``columns``), so that a solver reads the same for one right-hand side and for thirty. Nor does it read
+otherwise for a vector of which each of several processes holds a part (``shards``): algebra is done part by part, and
+inner products are summed over the processes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from whence.distributed import Shards
 from whence.errors import VectorError
 
 __all__ = ["ParamVector"]
@@ -29,6 +32,9 @@ class ParamVector(Mapping[str, Tensor]):
     Args:
         tensors: name -> tensor. The tensors are kept, not copied.
         columns: number of vectors in the block, or None for a single vector.
+        shards: where several processes hold a vector together, who holds what; the tensors are then this process's
+            rows of every parameter, `numel`, `nbytes` and `shape_of` are those of the whole vector, and `whole` makes
+            one of it. What sums over entries is called on all of the processes.
 
     Example:
         >>> v = ParamVector({"weight": torch.ones(2, 3), "bias": torch.ones(3)})
@@ -38,9 +44,11 @@ class ParamVector(Mapping[str, Tensor]):
         tensor([3., 3., 3.])
     """
 
-    __slots__ = ("_columns", "_tensors")
+    __slots__ = ("_columns", "_shards", "_tensors")
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, columns: int | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], *, columns: int | None = None, shards: Shards | None = None
+    ) -> None:
         if not tensors:
             raise VectorError("a ParamVector needs at least one tensor; got an empty mapping")
         for name, tensor in tensors.items():
@@ -52,8 +60,15 @@ class ParamVector(Mapping[str, Tensor]):
                     f"{name!r} has shape {tuple(tensor.shape)}; a block of {columns} vectors needs "
                     f"a leading dimension of {columns}"
                 )
+            if shards is not None:
+                lead = () if columns is None else (columns,)
+                if name not in shards.shapes or tensor.shape != (*lead, *shards.shape(name)):
+                    raise VectorError(
+                        f"{name!r} has shape {tuple(tensor.shape)}, which is not what {shards.ranks!r} holds of it"
+                    )
         self._tensors = dict(tensors)
         self._columns = columns
+        self._shards = shards
 
     # --- a mapping ---------------------------------------------------------------------------------------
 
@@ -76,19 +91,61 @@ class ParamVector(Mapping[str, Tensor]):
         return self._columns
 
     @property
+    def shards(self) -> Shards | None:
+        """How several processes hold the vector together; None where this one holds it all."""
+        return self._shards
+
+    @property
     def numel(self) -> int:
         """Dimension of the space (of one column)."""
-        return sum(tensor.numel() for tensor in self._tensors.values()) // (self._columns or 1)
+        return sum(self.shape_of(name).numel() for name in self)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the tensors, all columns together."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+        """Bytes of the tensors, all columns together."""
+        sizes = (self.shape_of(name).numel() * tensor.element_size() for name, tensor in self.items())
+        return sum(sizes) * (self._columns or 1)
 
     # --- making others -----------------------------------------------------------------------------------
 
+    def like(self, tensors: Mapping[str, Tensor], columns: int | None = None) -> ParamVector:
+        """A vector of the same space, held as this one is, of other tensors."""
+        return ParamVector(tensors, columns=columns, shards=self._shards)
+
+    def whole(self) -> ParamVector:
+        """The vector with all its entries, on every process that holds a part of it; else itself."""
+        if self._shards is None:
+            return self
+        return ParamVector(dict(self._shards.gathered(self._tensors)), columns=self._columns)
+
+    def own_rows(self, name: str, whole: Tensor) -> Tensor:
+        """Of a whole tensor under this name, what this process holds; a view."""
+        return whole if self._shards is None else self._shards.part(name, whole)
+
+    def parted(self, shards: Shards | None) -> ParamVector:
+        """This process's rows of a whole vector, in memory of their own; itself where there is no other process."""
+        if shards is None or self._shards is not None:
+            return self
+        parts = {name: shards.part(name, tensor).clone() for name, tensor in self.items()}
+        return ParamVector(parts, columns=self._columns, shards=shards)
+
+    def summed(self, shards: Shards | None) -> ParamVector:
+        """This process's rows of the sum of whole vectors, of which every process has one; may overwrite it."""
+        if shards is None:
+            return self
+        return ParamVector(dict(shards.summed(self._tensors)), columns=self._columns, shards=shards)
+
     def _map(self, function: Callable[[Tensor], Tensor]) -> ParamVector:
-        return ParamVector({n: function(t) for n, t in self._tensors.items()}, columns=self._columns)
+        return self.like({n: function(t) for n, t in self._tensors.items()}, self._columns)
+
+    def _drawn(self, draw: Callable[[torch.Size, torch.dtype], Tensor]) -> ParamVector:
+        """Numbers drawn for whole tensors, alike on all processes, of which each keeps its rows."""
+        lead = () if self._columns is None else (self._columns,)
+        found = {}
+        for name, tensor in self.items():
+            drawn = draw(torch.Size(lead + self.shape_of(name)), tensor.dtype)
+            found[name] = self.own_rows(name, drawn).to(tensor.device, copy=self._shards is not None)
+        return self.like(found, self._columns)
 
     def clone(self) -> ParamVector:
         """A copy with storage of its own."""
@@ -97,49 +154,49 @@ class ParamVector(Mapping[str, Tensor]):
     def zeros(self, columns: int | None = None) -> ParamVector:
         """Zero vector of the same space; a block of zeros where ``columns`` is given."""
         lead = () if columns is None else (columns,)
-        return ParamVector(
-            {name: tensor.new_zeros(lead + self.shape_of(name)) for name, tensor in self.items()},
-            columns=columns,
-        )
+        start = 0 if self._columns is None else 1
+        zeros = {name: tensor.new_zeros(lead + tensor.shape[start:]) for name, tensor in self.items()}
+        return self.like(zeros, columns)
 
     def zeros_like(self) -> ParamVector:
         """Zeros of the same space and the same number of columns."""
         return self.zeros(self._columns)
 
     def shape_of(self, name: str) -> torch.Size:
-        """Shape of one column's tensor: the parameter's own shape."""
+        """Shape of one column's tensor: the parameter's own shape, whatever this process holds of it."""
+        if self._shards is not None:
+            return self._shards.shapes[name]
         shape = self._tensors[name].shape
         return shape if self._columns is None else shape[1:]
 
     def randn_like(self, generator: torch.Generator) -> ParamVector:
         """Independent standard normal entries, reproducible from ``generator``."""
-        return self._map(
-            lambda tensor: torch.randn(
-                tensor.shape, generator=generator, device=generator.device, dtype=tensor.dtype
-            ).to(tensor.device)
+        device = generator.device
+        return self._drawn(
+            lambda shape, dtype: torch.randn(shape, generator=generator, device=device, dtype=dtype)
         )
 
     def rademacher_like(self, generator: torch.Generator) -> ParamVector:
         """Independent signs ±1, reproducible from ``generator``."""
 
-        def signs(tensor: Tensor) -> Tensor:
-            bits = torch.randint(0, 2, tensor.shape, generator=generator, device=generator.device)
-            return bits.to(tensor.device, tensor.dtype).mul_(2).sub_(1)
+        def signs(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            bits = torch.randint(0, 2, shape, generator=generator, device=generator.device)
+            return bits.to(dtype).mul_(2).sub_(1)
 
-        return self._map(signs)
+        return self._drawn(signs)
 
     def column(self, index: int) -> ParamVector:
         """One vector of the block, as a view: writing to it writes to the block."""
         if self._columns is None:
             raise VectorError("this ParamVector is a single vector; it has no columns")
-        return ParamVector({name: tensor[index] for name, tensor in self.items()})
+        return self.like({name: tensor[index] for name, tensor in self.items()})
 
     def part(self, start: int, stop: int) -> ParamVector:
         """The block's columns from start to stop, as a view; fewer where it ends before."""
         if self._columns is None:
             raise VectorError("this ParamVector is a single vector; it has no columns")
         start, stop, _ = slice(start, stop).indices(self._columns)
-        return ParamVector({name: tensor[start:stop] for name, tensor in self.items()}, columns=stop - start)
+        return self.like({name: tensor[start:stop] for name, tensor in self.items()}, stop - start)
 
     def unstack(self) -> list[ParamVector]:
         """The block's vectors, as views; a single vector gives a list of itself."""
@@ -154,10 +211,16 @@ class ParamVector(Mapping[str, Tensor]):
             if vector.columns is not None:
                 raise VectorError("stack takes single vectors, not blocks")
             vectors[0].check_same_space(vector)
-        return ParamVector(
-            {name: torch.stack([vector[name] for vector in vectors]) for name in vectors[0]},
-            columns=len(vectors),
-        )
+        stacked = {name: torch.stack([vector[name] for vector in vectors]) for name in vectors[0]}
+        return vectors[0].like(stacked, len(vectors))
+
+    @staticmethod
+    def join(blocks: Sequence[ParamVector]) -> ParamVector:
+        """One block of the columns of all the given blocks (copies them)."""
+        for block in blocks:
+            blocks[0].check_same_space(block)
+        tensors = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+        return blocks[0].like(tensors, sum(block.columns or 1 for block in blocks))
 
     @staticmethod
     def mean(vectors: Sequence[ParamVector]) -> ParamVector:
@@ -231,7 +294,7 @@ class ParamVector(Mapping[str, Tensor]):
             part = _inner(mine, other[name], batched=self._columns is not None)
             total = part if total is None else total + part
         assert total is not None  # a ParamVector is never empty
-        return total
+        return self._over_processes(total)
 
     def norm(self) -> Tensor:
         """``‖self‖₂`` in float64: a scalar, or one number per column."""
@@ -259,7 +322,11 @@ class ParamVector(Mapping[str, Tensor]):
                 part = (left @ right.to(left.dtype).T).double()
             total = part if total is None else total + part
         assert total is not None  # a ParamVector is never empty
-        return total
+        return self._over_processes(total)
+
+    def _over_processes(self, sums: Tensor) -> Tensor:
+        """The one place where sums over a vector's entries become those of the whole vector."""
+        return sums if self._shards is None else self._shards.ranks.sum(sums)
 
     @property
     def rounding(self) -> float:
@@ -279,17 +346,16 @@ class ParamVector(Mapping[str, Tensor]):
             or not weights.shape[1]
         ):
             raise VectorError(f"cannot combine the columns of {self!r} with weights {tuple(weights.shape)}")
-        return ParamVector(
-            {
-                name: torch.tensordot(weights.T.to(tensor.device, tensor.dtype), tensor, dims=1)
-                for name, tensor in self.items()
-            },
-            columns=weights.shape[1],
-        )
+        mixed = {
+            name: torch.tensordot(weights.T.to(tensor.device, tensor.dtype), tensor, dims=1)
+            for name, tensor in self.items()
+        }
+        return self.like(mixed, weights.shape[1])
 
     def is_finite(self) -> bool:
         """Whether every entry is finite."""
-        return all(bool(torch.isfinite(tensor).all()) for tensor in self._tensors.values())
+        bad = sum(not bool(torch.isfinite(tensor).all()) for tensor in self._tensors.values())
+        return bad == 0 if self._shards is None else float(self._over_processes(torch.tensor(float(bad)))) == 0
 
     # --- checks ------------------------------------------------------------------------------------------
 
@@ -302,6 +368,13 @@ class ParamVector(Mapping[str, Tensor]):
                 f"the {what} belongs to another model or parameter selection: "
                 f"missing {_few(missing)}, unexpected {_few(unknown)}. Build it from the same model with "
                 "the same `params` filter"
+            )
+        if (self._shards is None) != (other.shards is None) or not (
+            self._shards is None or self._shards.same_as(other.shards)
+        ):
+            raise VectorError(
+                f"the {what} is not held as it should be: one is whole, the other in parts on several processes. Make "
+                "it whole with whole(), or part it with parted(vector.shards)"
             )
         for name in self:
             if self.shape_of(name) != other.shape_of(name):
@@ -318,8 +391,11 @@ class ParamVector(Mapping[str, Tensor]):
             raise VectorError(
                 f"cannot combine {self!r} with the {what} {other!r}: different numbers of columns"
             )
-        if any(n not in other or other[n].shape != t.shape for n, t in self.items()) or len(self) != len(
-            other
+        other_shards = other._shards is not self._shards
+        if (
+            other_shards
+            or len(self) != len(other)
+            or any(n not in other or other[n].shape != t.shape for n, t in self.items())
         ):
             self.check_same_space(other, what)
 

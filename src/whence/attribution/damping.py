@@ -110,7 +110,7 @@ def _selected(moment: ParamVector, gnh: GaussNewton) -> ParamVector:
             f"the optimizer has no second moment of {missing[0]!r} and {len(missing) - 1} others of the parameters "
             "asked about: it did not train them. Select by params= what it trained"
         )
-    return ParamVector({name: moment[name].to(part) for name, part in zeros.items()})
+    return zeros.like({name: zeros.own_rows(name, moment[name]).to(part) for name, part in zeros.items()})
 
 
 @dataclass(frozen=True)

@@ -135,12 +135,15 @@ def attribute(
         class_names=class_names,
         training=recipe,
     )
-    with Run(run_dir, chosen.saved(), identity=job.identity) as run:
+    ranks = gnh.network.ranks
+    ranks.agree("what was asked", (sorted(job.identity.items()), sorted(chosen.saved().items(), key=str)))
+    with Run(run_dir, chosen.saved(), identity=job.identity, shards=gnh.network.shards) as run:
         recognise(run, gnh)
         if on_run is not None:
             on_run(run)
         if run.path is not None and run.has("result"):
-            return load(run.path)
+            finished = run.path
+            return run.told(lambda: load(finished))
         clock = Stopwatch()
         with clock.phase("queries"):
             job = in_metric(run, job)

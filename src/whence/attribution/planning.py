@@ -237,13 +237,13 @@ def choice_for(
         accuracy=options.correlation,
         chains=options.chains,
         passes=count_passes(gnh, queries),
-        memory_bytes=half_of_memory(gnh.network.device),
+        memory_bytes=gnh.network.ranks.told(lambda: half_of_memory(gnh.network.device)),
     ).asked(options.solver)
 
 
 def _basis_fits(job: Job) -> bool:
     """Whether the blocks of a solve can all be kept, which proves errors where a preconditioner says little."""
-    memory, columns = half_of_memory(job.device), len(job.queries)
+    memory, columns = job.gnh.network.ranks.told(lambda: half_of_memory(job.device)), len(job.queries)
     return memory is None or 8.0 * job.gnh.num_parameters * columns * _KEPT_STEPS <= memory
 
 

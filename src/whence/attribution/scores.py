@@ -136,8 +136,7 @@ def directions(chains: Sequence[ParamVector], gradients: ParamVector | None) -> 
     blocks = [*chains] if gradients is None else [*chains, gradients]
     if len(blocks) == 1:  # as large as all queries' gradients, so not copied
         return blocks[0]
-    tensors = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
-    return ParamVector(tensors, columns=sum(block.columns or 1 for block in blocks))
+    return ParamVector.join(blocks)
 
 
 def score_parts(run: Run, name: str, scorer: Scorer, job: Job, *, chains: int) -> Scores:

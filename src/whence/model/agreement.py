@@ -43,7 +43,7 @@ def disagreement(network: Network, batch: Batch, tangent: Callable[[ParamVector]
     leaves = network.leaves()
     outputs = network.outputs(batch, leaves)
     like = outputs.detach()
-    gradient = network.zeros()
+    gradient = network.blank()
     spread = gradient.randn_like(torch.Generator(network.device).manual_seed(0))
     directions = (gradient, spread)
     pulled = torch.zeros(len(directions), _PROBES, dtype=torch.float64, device=network.device)

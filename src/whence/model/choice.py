@@ -68,7 +68,7 @@ def _percent(part: float) -> str:
 
 def _why_forward_mode_fails(network: Network, batch: Batch) -> str | None:
     """None where one dual-number pass works, else the first line of what it said."""
-    direction = network.zeros()
+    direction = network.blank()
     try:
         dual_forward(network, batch, direction)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:

@@ -15,7 +15,7 @@ corrected at the price of a forward or two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,7 +76,8 @@ class FiniteDifferences:
             self._uses: ParameterUses = observe_uses(
                 network.model, self._tensors, lambda: network.as_it_is(batch)
             )
-        self._kinked = bool(recorder.patterns)
+        #: Kinks that no process met in these examples may be met in others.
+        self._kinked = float(network.ranks.largest(torch.tensor(float(bool(recorder.patterns))))) > 0
         first = next(iter(network.parameters.values()))
         self._precision = torch.finfo(torch.promote_types(first.dtype, torch.float32)).eps
         self._epsilon = self._precision
@@ -103,13 +104,13 @@ class FiniteDifferences:
         return BaseForward(outputs, leaves, recorder.patterns if recorder is not None else [])
 
     def tangent(
-        self, base: BaseForward, batch: Batch, vector: Mapping[str, Tensor], sign: int | None = None
+        self, base: BaseForward, batch: Batch, vector: ParamVector, sign: int | None = None
     ) -> Tensor:
         """``J u``: central differences, or one-sided where a sign is given.
 
         The first product is central in any case, to measure curvature.
         """
-        norm = float(ParamVector(dict(vector)).norm())
+        norm = float(vector.norm())
         if norm == 0.0:
             return torch.zeros_like(base.outputs)
         origin = base.outputs.detach()
@@ -118,18 +119,18 @@ class FiniteDifferences:
             return ahead.sub_(origin).div_(sign * step)
         return self._central(origin, base, batch, vector, norm)
 
-    def calibrate(self, batch: Batch, vector: Mapping[str, Tensor]) -> tuple[StepMemory, float]:
+    def calibrate(self, batch: Batch, vector: ParamVector) -> tuple[StepMemory, float]:
         """What `loss_derivatives` needs to know of a direction, measured on one batch: memory and δ."""
         self.memory = StepMemory(None, None, self._precision)
         base = self.base(batch, graph=False)
         self.tangent(base, batch, vector)
-        norm = float(ParamVector(dict(vector)).norm())
-        return self.memory, self._first_guess(self._aim(base.outputs)) / norm if norm else 1.0
+        norm = float(vector.norm())
+        return self.memory, self._first_guess(self._aim(base.outputs, batch)) / norm if norm else 1.0
 
     def loss_derivatives(
         self,
         batch: Batch,
-        vector: Mapping[str, Tensor],
+        vector: ParamVector,
         calibration: tuple[StepMemory, float],
         losses: Callable[[Tensor], Tensor],
     ) -> Tensor:
@@ -144,13 +145,13 @@ class FiniteDifferences:
         for attempt in range(_MAX_CORRECTIONS):
             ahead = self._outputs_at(step, kinks, batch, vector)
             behind = self._outputs_at(-step, kinks, batch, vector)
-            aim, moved = self._aim(ahead), _largest_rms(ahead, behind) / 2
+            aim, moved = self._aim(ahead, batch), self._largest_rms(ahead, behind, batch) / 2
             near = aim / (2 * _ACCEPT) <= moved <= aim * _ACCEPT
             if moved == 0.0 or near or attempt == _MAX_CORRECTIONS - 1:
                 break
             step *= _correction(aim, moved)
         fine = (losses(ahead) - losses(behind)).div_(2 * step)
-        if moved == 0.0 or self._expected_error(ahead, moved) <= _EXTRAPOLATE_SCORES_ABOVE:
+        if moved == 0.0 or self._expected_error(ahead, moved, batch) <= _EXTRAPOLATE_SCORES_ABOVE:
             return fine
         del ahead, behind
         far = losses(self._outputs_at(2 * step, kinks, batch, vector))
@@ -158,13 +159,13 @@ class FiniteDifferences:
         return fine.mul_(4).sub_(far.div_(4 * step)).div_(3)
 
     def _central(
-        self, origin: Tensor, base: BaseForward, batch: Batch, vector: Mapping[str, Tensor], norm: float
+        self, origin: Tensor, base: BaseForward, batch: Batch, vector: ParamVector, norm: float
     ) -> Tensor:
         """Central differences; their second differences show whether δ was well chosen."""
         for _ in range(_MAX_CORRECTIONS):
             ahead, step = self._ahead(1, origin, base, batch, vector, norm)
             behind = self._outputs_at(-step, base, batch, vector)
-            plus, zero, minus = _some(ahead), _some(origin), _some(behind)
+            plus, zero, minus = (self._some(outputs, batch) for outputs in (ahead, origin, behind))
             moved = _rms(plus - minus) / 2
             if moved == 0.0:
                 break
@@ -175,14 +176,14 @@ class FiniteDifferences:
                 self._epsilon = _COARSEST
                 continue
             self.curvature = curved / moved
-            if moved <= self._aim(origin) * _ACCEPT:
-                if self._expected_error(origin, moved) > _EXTRAPOLATE_ABOVE:
+            if moved <= self._aim(origin, batch) * _ACCEPT:
+                if self._expected_error(origin, moved, batch) > _EXTRAPOLATE_ABOVE:
                     return self._extrapolated(origin, step / moved, base, batch, vector)
                 break
         return ahead.sub_(behind).div_(2 * step)
 
     def _extrapolated(
-        self, origin: Tensor, per_change: float, base: BaseForward, batch: Batch, vector: Mapping[str, Tensor]
+        self, origin: Tensor, per_change: float, base: BaseForward, batch: Batch, vector: ParamVector
     ) -> Tensor:
         """``(4 t(δ) - t(2δ)) / 3``, whose error is O(δ⁴), for directions in which no δ is good enough.
 
@@ -190,8 +191,8 @@ class FiniteDifferences:
         curved that the δ it allows drowns in rounding. Two forwards more buy a δ several times as long.
         """
         assert self.curvature is not None
-        change = 1.5 * (1.34 * self._rounding(origin) / (16 * self.curvature**4)) ** (1 / 5)
-        change = min(change, 0.15 * self.network.task.output_scale(_some(origin)))
+        change = 1.5 * (1.34 * self._rounding(origin, batch) / (16 * self.curvature**4)) ** (1 / 5)
+        change = min(change, 0.15 * self.network.task.output_scale(self._some(origin, batch)))
         step = per_change * change
         fine, coarse = (
             self._outputs_at(k * step, base, batch, vector)
@@ -207,15 +208,15 @@ class FiniteDifferences:
         origin: Tensor,
         base: BaseForward,
         batch: Batch,
-        vector: Mapping[str, Tensor],
+        vector: ParamVector,
         norm: float,
     ) -> tuple[Tensor, float]:
         """``h(θ ± δu)`` and δ, with δ such that the outputs move as far as they should."""
-        aim = self._aim(origin)
+        aim = self._aim(origin, batch)
         step = self._first_guess(aim) / norm
         for attempt in range(_MAX_CORRECTIONS):
             ahead = self._outputs_at(side * step, base, batch, vector)
-            moved = _rms(_some(ahead) - _some(origin))
+            moved = _rms(self._some(ahead, batch) - self._some(origin, batch))
             if 0 < moved < float("inf"):
                 self.gain = moved / (step * norm)
             if aim / _ACCEPT <= moved <= aim * _ACCEPT or attempt == _MAX_CORRECTIONS - 1:
@@ -223,37 +224,58 @@ class FiniteDifferences:
             step *= _correction(aim, moved)
         return ahead, step
 
-    def _aim(self, outputs: Tensor) -> float:
+    def _aim(self, outputs: Tensor, batch: Batch) -> float:
         """RMS change of the outputs to aim for.
 
         For a change r, rounding leaves a relative error of about ``σ/r`` in the tangent, σ = 10·ε·rms(h), and
         the third derivative about ``(κr)²``, with κ twice the relative curvature that second differences
         measure on the way. The sum is least at ``r = (σ / 2κ²)^⅓``.
         """
-        scale = self.network.task.output_scale(_some(outputs))
+        scale = self.network.task.output_scale(self._some(outputs, batch))
         curvature = 2 * max(self.curvature or 0.5 / scale, 0.1 / scale)
-        return float((self._rounding(outputs) / (2 * curvature**2)) ** (1 / 3))
+        return float((self._rounding(outputs, batch) / (2 * curvature**2)) ** (1 / 3))
 
-    def _rounding(self, outputs: Tensor) -> float:
+    def _rounding(self, outputs: Tensor, batch: Batch) -> float:
         """σ: how finely the outputs are computed. A deep network rounds more than once, hence the factor."""
-        some = _some(outputs)
+        some = self._some(outputs, batch)
         return 10 * self._epsilon * max(_rms(some), self.network.task.output_scale(some))
 
-    def _expected_error(self, outputs: Tensor, change: float) -> float:
+    def _expected_error(self, outputs: Tensor, change: float, batch: Batch) -> float:
         """Relative error of central differences at this change of the outputs; see `_aim`."""
         assert self.curvature is not None
-        return self._rounding(outputs) / change + (2 * self.curvature * change) ** 2
+        return self._rounding(outputs, batch) / change + (2 * self.curvature * change) ** 2
 
     def _first_guess(self, aim: float) -> float:
         """‖δu‖ that should move the outputs by ``aim``."""
         if self.gain is not None:
             return aim / self.gain
-        norms = [torch.linalg.vector_norm(p.detach()).double() for p in self.network.parameters.values()]
-        scale = float(torch.stack(norms).norm())
+        scale = self.network.length()
         return 1e-3 * aim * (scale or 1.0)
 
+    def _some(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """An even selection of the numbers, of all shares: statistics of a vocabulary's logits do not need all."""
+        share, numbers = batch.share, outputs.numel()
+        if share is not None:
+            numbers = numbers // batch.size * share.whole
+        stride = max(1, numbers // _NUMBERS_LOOKED_AT) | 1  # odd, so as not to walk down one column
+        found = outputs.detach().reshape(-1)[::stride]
+        found = found if batch.held else found[:0]
+        return found if share is None else self.network.ranks.joined(found)
+
+    def _largest_rms(self, ahead: Tensor, behind: Tensor, batch: Batch) -> float:
+        """RMS change of the example that moved most."""
+        share, rows = batch.share, ahead.shape[0]
+        whole = rows if share is None else rows // batch.size * share.whole
+        stride = max(1, ahead[0].numel() * whole // (_NUMBERS_LOOKED_AT * max(whole // 8, 1))) | 1
+        change = ahead.reshape(rows, -1)[:, ::stride] - behind.reshape(rows, -1)[:, ::stride]
+        norms = torch.linalg.vector_norm(change, dim=1)
+        largest = norms.max() if batch.held else norms.new_zeros(())
+        if share is not None:
+            largest = self.network.ranks.largest(largest)
+        return float(largest) / math.sqrt(max(change.shape[1], 1))
+
     def _outputs_at(
-        self, delta: float, base: BaseForward, batch: Batch, vector: Mapping[str, Tensor]
+        self, delta: float, base: BaseForward, batch: Batch, vector: ParamVector
     ) -> Tensor:
         def value(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
             wide = widened(tensor)
@@ -265,27 +287,13 @@ class FiniteDifferences:
             return moved
 
         held = HoldKinks(base.patterns) if base.patterns else nullcontext()
-        with perturbed(self._tensors, self._uses, value), held:
+        moved = self.network.moved(vector, delta) or perturbed(self._tensors, self._uses, value)
+        with moved, held:
             return self.network.as_it_is(batch.map(widened) if self.network.low_precision else batch)
-
-
-def _some(outputs: Tensor) -> Tensor:
-    """An even selection of the numbers: statistics of a vocabulary's logits do not need all of them."""
-    stride = max(1, outputs.numel() // _NUMBERS_LOOKED_AT) | 1  # odd, so as not to walk down one column
-    return outputs.detach().reshape(-1)[::stride]
 
 
 def _rms(change: Tensor) -> float:
     return float(torch.linalg.vector_norm(change)) / math.sqrt(max(change.numel(), 1))
-
-
-def _largest_rms(ahead: Tensor, behind: Tensor) -> float:
-    """RMS change of the example that moved most."""
-    rows = ahead.shape[0]
-    stride = max(1, ahead.numel() // (_NUMBERS_LOOKED_AT * max(rows // 8, 1))) | 1
-    change = ahead.reshape(rows, -1)[:, ::stride] - behind.reshape(rows, -1)[:, ::stride]
-    norms = torch.linalg.vector_norm(change, dim=1)
-    return float(norms.max()) / math.sqrt(max(change.shape[1], 1))
 
 
 def _correction(aim: float, moved: float) -> float:

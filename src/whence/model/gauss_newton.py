@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.distributed import current
 from whence.errors import DataError, OptionError
 from whence.model.choice import Product, choose_product
 from whence.model.data import TermSet
 from whence.model.exact import block_tangents, dual_forward
 from whence.model.finite_difference import FiniteDifferences, StepMemory
 from whence.model.inspection import (
+    check_alike,
     check_convexity,
     check_determinism,
     check_finite,
@@ -101,9 +103,11 @@ class GaussNewton(LinearOperator):
         if not isinstance(task, Task):
             raise OptionError(f"task must be a Task such as Classification(), got {task!r}")
         check_mode(model)
-        self.network = Network(model, task, select_parameters(model, params), metric)
+        ranks = current()
+        self.network = Network(model, task, select_parameters(model, params), metric, ranks)
         self.task = task
         self.terms = TermSet(data, task, self.network.device)
+        check_alike(self.network, self.terms)
         pilot = self.terms.fetch(self.terms.longest(2))
         self.terms.expect(check_outputs(self.network, pilot))
         self.terms.look_through(_EXAMPLES_CHECKED)
@@ -112,13 +116,16 @@ class GaussNewton(LinearOperator):
         if not task.known_convex:
             check_convexity(self.network, self.terms.batches(self.terms.spread(_CURVATURES_CHECKED), 2))
         check_independence(self.network, self.terms)
-        self.micro_batch = micro_batch or fitting_micro_batch(self.network, pilot, memory=ACTIVATION_BUDGET)
+        fitting = micro_batch or fitting_micro_batch(self.network, pilot, memory=ACTIVATION_BUDGET)
+        #: Examples per pass, of all processes together; at least one for each.
+        self.micro_batch = fitting if micro_batch else int(ranks.same(torch.tensor(max(fitting, ranks.size))))
         self._differences: FiniteDifferences | None = None
         self._example_gradients: ExampleGradients | None = None
         self._vectorised: bool | None = None  # whether columns can be vectorised: found out by trying
         #: Why the columns of a block are looped over, where they are.
         self.loop_reason: str | None = None
         self.product, self.product_reason = choose_product(self.network, pilot, product)
+        ranks.agree("how products are computed", self.product)
 
     def __repr__(self) -> str:
         return (
@@ -154,11 +161,12 @@ class GaussNewton(LinearOperator):
 
     def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor]:
         self.check_vector(vector)
-        result, slopes = self.zeros(vector.columns), Slopes(self.terms, vector.columns or 1)
+        network, vector = self.network, self.network.opened(vector)
+        result, slopes = network.blank(vector.columns), Slopes(self.terms, vector.columns or 1)
         positions, weight = torch.arange(len(self.terms)), self.terms.weight(len(self.terms))
-        for batch in self.terms.batches(positions, self.examples_at_once(vector)):
+        for batch in self.shares(positions, self.examples_at_once(vector)):
             self._product(batch, vector, result, weight, slopes=slopes)
-        return result, slopes.values
+        return network.closed(result), slopes.values(network.ranks)
 
     def quadratic_form(self, vector: ParamVector) -> Tensor:
         return self._of_all.quadratic_form(vector)
@@ -185,7 +193,7 @@ class GaussNewton(LinearOperator):
     def in_metric(self, metric: ParamVector | None) -> GaussNewton:
         """The same operator in the coordinates ``D^(1/2)u``; see `whence.model.network`."""
         other = copy.copy(self)
-        other.network = Network(self.network.model, self.task, self.network.parameters, metric)
+        other.network = self.network.in_metric(metric)
         other._differences = None
         return other
 
@@ -209,18 +217,18 @@ class GaussNewton(LinearOperator):
         self.check_batch_size(batch_size)
         positions, weights = self.terms.draw_weighted(batch_size, generator)
         scale = math.sqrt(self.terms.weight(len(positions)))
-        result = self.zeros()
+        result = self.network.blank()
         receive = adding_to(result, scale)
-        for batch in self.terms.batches(positions, self.micro_batch, weights):
+        for batch, drawing in self.drawing_shares(positions, self.micro_batch, generator, weights):
             leaves = self.network.leaves()
             outputs = self.network.outputs(batch, leaves)
-            residual = self.task.sample_residual(outputs.detach(), batch, generator)
+            residual = self.task.sample_residual(outputs.detach(), batch, drawing)
             if residual is None:
                 raise OptionError(f"{type(self.task).__name__} cannot sample residuals")
             if batch.weights is not None:
                 residual.mul_(_per_example(batch.weights.sqrt(), residual, outputs))
             self.network.pull_back(outputs, leaves, residual, receive)
-        return result
+        return self.network.closed(result)
 
     def state(self) -> dict[str, float | None]:
         """The finite differences' memory of their step, which the next product's rounding depends on."""
@@ -243,35 +251,74 @@ class GaussNewton(LinearOperator):
             queries: a sequence of examples, as in the training data.
         """
         queries = TermSet(queries, self.task, self.network.device)
-        block = self.zeros(len(queries))
+        block, ranks = self.network.blank(len(queries)), self.network.ranks
         for position in range(len(queries)):
             batch = queries.fetch(torch.tensor([position]))
-            leaves = self.network.leaves()
-            outputs = self.network.outputs(batch, leaves)
-            self.task.check(outputs.detach(), batch)
             if int(self.task.num_terms(batch).sum()) == 0:
                 raise DataError(
                     f"query {position} asks for nothing: it has no predicted token. Give it a completion"
                 )
+            mine = position % ranks.size == ranks.rank
+            if not mine and not self.network.together:
+                continue
+            leaves = self.network.leaves()
+            outputs = self.network.outputs(batch, leaves)
+            self.task.check(outputs.detach(), batch)
             loss = self.task.query_losses(outputs, batch).sum()
             if not bool(torch.isfinite(loss)):
                 raise DataError(f"the loss of query {position} is {float(loss)}; check its inputs and label")
-            self.network.pull_back(
-                loss, leaves, torch.ones_like(loss), adding_to(block.column(position), 1.0)
-            )
-        return block
+            counts = torch.full_like(loss, float(mine))
+            self.network.pull_back(loss, leaves, counts, adding_to(block.column(position), 1.0))
+        return self.network.closed(block)
 
     def training_gradient(self, positions: Tensor) -> ParamVector:
         """The gradient of the mean loss over the terms of these examples."""
-        result, terms = self.zeros(), 0
-        for batch in self.terms.batches(positions, self.micro_batch):
+        result, terms = self.network.blank(), torch.zeros((), dtype=torch.int64)
+        for batch in self.shares(positions, self.micro_batch):
             leaves = self.network.leaves()
             outputs = self.network.outputs(batch, leaves)
             check_finite(outputs.detach())
             total = self.task.losses(outputs, batch).sum()
-            self.network.pull_back(total, leaves, torch.ones_like(total), adding_to(result, 1.0))
-            terms += int(self.task.num_terms(batch).sum())
-        return result.scale_(1 / max(terms, 1))
+            counts = torch.full_like(total, float(batch.held > 0))
+            self.network.pull_back(total, leaves, counts, adding_to(result, 1.0))
+            terms += self.task.num_terms(batch)[: batch.held].sum().cpu()
+        return self.network.closed(result).scale_(1 / max(int(self.network.ranks.sum(terms)), 1))
+
+    # --- shares of a pass --------------------------------------------------------------------------------
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all processes must go through every pass together, also those that have no example in it."""
+        return self.network.ranks.size > 1 and (self.network.together or self.product != "exact")
+
+    def shares(self, positions: Tensor, size: int, weights: Tensor | None = None) -> Iterator[Batch]:
+        """This process's share of every micro-batch: what is summed over shares is summed over processes after."""
+        for batch in self.terms.batches(positions, size, weights):
+            share = batch.shared(self.network.ranks)
+            if share.held or self.lockstep:
+                yield share
+
+    def drawing_shares(
+        self,
+        positions: Tensor,
+        size: int,
+        generator: torch.Generator,
+        weights: Tensor | None = None,
+        *,
+        together: bool = False,
+    ) -> Iterator[tuple[Batch, torch.Generator]]:
+        """The same, each with a generator for what is drawn on the way, which is alike on all processes.
+
+        What a task of a user's own draws for its share is another on each; see `whence.tasks.base.noise`. With
+        ``together``, every process has all of each micro-batch.
+        """
+        ranks, device = self.network.ranks, generator.device
+        own = 0 if together or type(self.task).__module__.startswith("whence.") else ranks.rank
+        for batch in self.terms.batches(positions, size, weights):
+            seed = int(torch.randint(2**62, (), generator=generator, device=device))
+            share = batch if together else batch.shared(ranks)
+            if share.held or self.lockstep:
+                yield share, torch.Generator(device).manual_seed(seed + own)
 
     # --- products over a micro-batch ---------------------------------------------------------------------
 
@@ -414,7 +461,7 @@ class GaussNewton(LinearOperator):
         for name, parameter in self.network.parameters.items():
             if name not in vector or vector.shape_of(name) != parameter.shape:
                 self.zeros().check_same_space(vector)
-        if len(vector) != len(self.network.parameters):
+        if len(vector) != len(self.network.parameters) or vector.shards is not self.network.shards:
             self.zeros().check_same_space(vector)
 
 

@@ -71,13 +71,16 @@ def measure_importance(gnh: GaussNewton) -> Importance:
     order = gnh.terms.by_length(positions)
     with ticker("uncertainty of training examples", len(positions)) as tick, torch.no_grad():
         for chunk in order.split(gnh.micro_batch):
-            batch = gnh.terms.fetch(positions[chunk])
+            batch = gnh.terms.fetch(positions[chunk]).shared(gnh.network.ranks)
+            if not batch.held and not gnh.lockstep:
+                continue
             curvature = gnh.task.curvature(gnh.network.outputs(batch), batch)
             if curvature is None:
                 raise OptionError(
                     f"{type(gnh.task).__name__} does not tell the curvature of outputs; draw uniformly"
                 )
-            found[chunk] = curvature.double().cpu()
+            start = 0 if batch.share is None else batch.share.start
+            found[chunk[start : start + batch.held]] = curvature[: batch.held].double().cpu()
             for _ in range(len(chunk)):
                 tick()
-    return Importance(found)
+    return Importance(gnh.network.ranks.sum(found))

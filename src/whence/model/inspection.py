@@ -16,6 +16,7 @@ from whence.model.network import Network
 from whence.tasks import Batch
 
 __all__ = [
+    "check_alike",
     "check_convexity",
     "check_determinism",
     "check_finite",
@@ -33,6 +34,21 @@ _DIRECTIONS = 4
 #: Examples that are run together and alone, and by how much of their size outputs may then differ: kernels round
 #: otherwise for other batches.
 _TOGETHER, _ALIKE = 4, 1e-3
+
+
+def check_alike(network: Network, terms: TermSet) -> None:
+    """Refuse processes that have other weights or other data than each other, as far as sums tell."""
+    if network.ranks.size == 1:
+        return
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in network.parameters.items()]
+    network.ranks.agree("the parameters", shapes)
+    network.ranks.agree("the number of examples and terms", (len(terms), terms.num_terms))
+    if not network.together:
+        sums = [
+            float(tensor.detach().double().sum())
+            for tensor in (*network.model.parameters(), *network.model.buffers())
+        ]
+        network.ranks.agree("the model's weights", sums)
 
 
 def check_mode(model: nn.Module) -> None:

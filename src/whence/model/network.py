@@ -9,12 +9,16 @@ lose what a solve is about. Every pass then makes a copy of the model in float32
 With a metric D, vectors are in the coordinates ``φ = D^(1/2)θ``: tangents are ``D^(-1/2)`` times what comes in,
 gradients ``D^(-1/2)`` times what the backward pass gives. In these coordinates ``H + λ`` is ``H + λD`` of the
 parameters, so whatever is said of scalar damping holds for it. Solvers and scores know nothing of it.
+
+Where several processes work together, each holds a part of every vector, and a whole model. What goes through the model
+is `opened` first, into whole vectors; what comes out of a process's share of the examples is `closed`: summed over the
+processes, of which each keeps its part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 
 import torch
@@ -22,6 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from whence.backward import pulled_back, seeded
+from whence.distributed import ALONE, Ranks, Shards
 from whence.errors import DataError, ModelError, OptionError, WhenceError
 from whence.model.grouped import may_group
 from whence.tasks import Batch, Task
@@ -89,7 +94,11 @@ class Network:
         task: what its outputs mean.
         parameters: the selected ones, by name.
         metric: the diagonal of D, positive, a tensor for every parameter; None for the identity.
+        ranks: the processes that work on it together.
     """
+
+    #: Whether a pass is one of all processes together, which none may leave out.
+    together = False
 
     def __init__(
         self,
@@ -97,16 +106,24 @@ class Network:
         task: Task,
         parameters: Mapping[str, nn.Parameter],
         metric: ParamVector | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model, self.task = model, task
         self.parameters = dict(parameters)
+        self.ranks = ranks
+        #: How vectors are held; None: whole.
+        self.shards = (
+            None
+            if ranks.size == 1
+            else Shards(ranks, {name: parameter.shape for name, parameter in self.parameters.items()})
+        )
         self.metric = metric
         self._scale: ParamVector | None = None
         if metric is not None:
             self.zeros().check_same_form(metric, "metric")
             if not all(bool(((part > 0) & part.isfinite()).all()) for part in metric.values()):
                 raise OptionError("the metric of damping holds numbers that are not positive and finite")
-            self._scale = metric.power(-0.5)
+            self._scale = self.opened(metric).power(-0.5)
         # Building the wrapper must not flip the model's mode: nn.Module starts in training mode.
         self._module = _TaskModule(model, task)
         self._module.training = False
@@ -132,18 +149,51 @@ class Network:
         """Whether the model may use fused products of a stack of experts: what every operation is asked about then."""
         return may_group(self.model)
 
+    def in_metric(self, metric: ParamVector | None) -> Network:
+        """The same in the coordinates of another metric."""
+        return type(self)(self.model, self.task, self.parameters, metric, self.ranks)
+
+    # --- vectors -----------------------------------------------------------------------------------------
+
     def zeros(self, columns: int | None = None) -> ParamVector:
-        """Zero vector in parameter space, in float32 at least."""
+        """Zero vector in parameter space, in float32 at least; this process's part of it, where there are several."""
+        shards = self.shards
+        return self._zeros(columns, shards) if shards is not None else self.blank(columns)
+
+    def blank(self, columns: int | None = None) -> ParamVector:
+        """A zero vector to add to what passes through the model give: whole."""
+        return self._zeros(columns, None)
+
+    def length(self) -> float:
+        """‖θ‖."""
+        norms = [torch.linalg.vector_norm(p.detach()).double() for p in self.parameters.values()]
+        return float(torch.stack(norms).norm())
+
+    def moved(self, vector: ParamVector, delta: float) -> AbstractContextManager[None] | None:
+        """While active, the model's own parameters are ``θ + δu``; None where they are to be swapped one by one."""
+        return None
+
+    def opened(self, vector: ParamVector) -> ParamVector:
+        """A vector as passes through the model take it: whole."""
+        return vector.whole()
+
+    def closed(self, total: ParamVector) -> ParamVector:
+        """What the processes' passes over their shares of examples gave together; may overwrite it."""
+        return total.summed(self.shards)
+
+    def _zeros(self, columns: int | None, shards: Shards | None) -> ParamVector:
         lead = () if columns is None else (columns,)
-        return ParamVector(
-            {
-                name: torch.zeros(
-                    lead + p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device
-                )
-                for name, p in self.parameters.items()
-            },
-            columns=columns,
-        )
+        zeros = {
+            name: torch.zeros(
+                (*lead, *(p.shape if shards is None else shards.shape(name))),
+                dtype=torch.promote_types(p.dtype, torch.float32),
+                device=p.device,
+            )
+            for name, p in self.parameters.items()
+        }
+        return ParamVector(zeros, columns=columns, shards=shards)
+
+    # --- passes ------------------------------------------------------------------------------------------
 
     def scaled(self, name: str, tensor: Tensor) -> Tensor:
         """``D^(-1/2)`` times a parameter's part of a vector or of a gradient; itself without a metric."""

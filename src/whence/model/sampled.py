@@ -53,54 +53,64 @@ class SampledGaussNewton(LinearOperator):
         return self._parent.zeros(columns)
 
     def matvec(self, vector: ParamVector) -> ParamVector:
-        result = self.zeros(vector.columns)
-        self.add_matvec_(result, vector, 1.0)
-        return result
+        network = self._parent.network
+        self._parent.check_vector(vector)
+        result = network.blank(vector.columns)
+        self._add(result, network.opened(vector), 1.0)
+        return network.closed(result)
 
     def matvec_with_slopes(self, vector: ParamVector) -> tuple[ParamVector, Tensor]:
         """``H̃ v``, and the slopes of all of the parent's examples: those outside H̃ take a pass without a backward."""
         parent, positions = self._parent, self._positions
         parent.check_vector(vector)
-        result, slopes = self.zeros(vector.columns), Slopes(parent.terms, vector.columns or 1)
+        network, vector = parent.network, parent.network.opened(vector)
+        result, slopes = network.blank(vector.columns), Slopes(parent.terms, vector.columns or 1)
         weight = parent.terms.weight(len(positions))
-        for batch in parent.terms.batches(positions, parent.examples_at_once(vector), self._weights):
+        for batch in parent.shares(positions, parent.examples_at_once(vector), self._weights):
             parent._product(batch, vector, result, weight, slopes=slopes)
         outside = torch.ones(len(parent.terms), dtype=torch.bool)
         outside[positions] = False
-        for batch in parent.terms.batches(outside.nonzero().flatten(), parent.examples_at_once(vector)):
+        for batch in parent.shares(outside.nonzero().flatten(), parent.examples_at_once(vector)):
             for number, outputs, tangent in tangents_of(parent, batch, vector):
                 slopes.note(outputs, tangent, parent.curved(outputs, tangent, batch), batch, number)
-        return result, slopes.values
+        return network.closed(result), slopes.values(network.ranks)
 
     def add_matvec_(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
         parent, positions = self._parent, self._positions
         parent.check_vector(vector)
-        # added to the vector itself only once that is no longer needed
-        if out is vector and (len(positions) > parent.micro_batch or vector.columns is not None):
+        # added to the vector itself only once that is no longer needed, and what several processes add up apart
+        several = len(positions) > parent.micro_batch or vector.columns is not None
+        if parent.network.shards is not None or (out is vector and several):
             out.axpy_(scale, self.matvec(vector))
             return
+        self._add(out, vector, scale)
+
+    def _add(self, out: ParamVector, vector: ParamVector, scale: float) -> None:
+        """The same for this process's shares of the examples."""
+        parent, positions = self._parent, self._positions
         weight = scale * parent.terms.weight(len(positions))
-        for batch in parent.terms.batches(positions, parent.examples_at_once(vector), self._weights):
+        for batch in parent.shares(positions, parent.examples_at_once(vector), self._weights):
             parent._product(batch, vector, out, weight, sign=self._sign)
 
     def quadratic_form(self, vector: ParamVector) -> Tensor:
         """``vᵀ H̃ v = w Σ_i t_iᵀ S_i t_i``."""
-        self._parent.check_vector(vector)
-        found = curvatures(self._parent, vector, self._positions, self._sign, self._weights)
+        parent = self._parent
+        parent.check_vector(vector)
+        found = curvatures(parent, vector, self._positions, self._sign, self._weights)
         total = sum(
             (values.sum(1) for _, values in found), torch.zeros(vector.columns or 1, dtype=torch.float64)
         )
-        total *= self._parent.terms.weight(len(self._positions))
+        total = parent.network.ranks.sum(total)
+        total *= parent.terms.weight(len(self._positions))
         return total[0] if vector.columns is None else total
 
     def heaviest_term(self, vector: ParamVector) -> tuple[str, float]:
-        parent, name, most = self._parent, "", -1.0
-        weight = parent.terms.weight(1)
+        parent = self._parent
+        most = torch.zeros(int(parent.terms.indices.max()) + 1, dtype=torch.float64)
         for indices, values in curvatures(parent, vector, self._positions.unique()):
-            place = int(values[0].argmax())
-            if float(values[0, place]) * weight > most:
-                name, most = f"training example {int(indices[place])}", float(values[0, place]) * weight
-        return name, most
+            most[indices] = values[0]
+        most = parent.network.ranks.sum(most)
+        return f"training example {int(most.argmax())}", float(most.max()) * parent.terms.weight(1)
 
 
 def curvatures(
@@ -112,15 +122,16 @@ def curvatures(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """``t_iᵀ S_i t_i`` with ``t = J v`` for every example i, summed over its terms: forwards only, no backward.
 
-    Yields, micro-batch by micro-batch, the examples' indices and their ``[columns, examples]`` in float64.
+    Of this process's share of the examples. Yields, micro-batch by micro-batch, the examples' indices and their ``[columns, examples]`` in float64.
     """
-    for batch in parent.terms.batches(positions, parent.micro_batch, weights):
+    vector = parent.network.opened(vector)
+    for batch in parent.shares(positions, parent.micro_batch, weights):
         found = []
         for _, outputs, tangent in tangents_of(parent, batch, vector, sign):
             curved = parent.curved(outputs, tangent, batch).mul_(tangent)
             found.append(curved.reshape(batch.size, -1).sum(1, dtype=torch.float64).cpu())
         assert batch.indices is not None  # fetched from the data
-        yield batch.indices.cpu(), torch.stack(found)
+        yield batch.indices[: batch.held].cpu(), torch.stack(found)[:, : batch.held]
 
 
 def tangents_of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from whence.distributed import Ranks
 from whence.model.data import TermSet
 from whence.tasks import Batch
 
@@ -30,6 +31,8 @@ class Slopes:
     def note(self, outputs: Tensor, tangents: Tensor, product: Tensor, batch: Batch, first: int) -> None:
         """Of a batch: t and S t of one column, or ``[k, *outputs]`` of the k columns from the first on."""
         assert batch.indices is not None  # fetched from the set
+        if batch.held == 0:
+            return
         task = self._terms.task
         counts = task.num_terms(batch).clamp_min(1)
         if tangents.ndim == outputs.ndim:
@@ -38,7 +41,6 @@ class Slopes:
         found = found.reshape(len(tangents), batch.size, -1).sum(2) / counts
         self._rows[first : first + len(found), batch.indices.cpu()] = found.cpu()
 
-    @property
-    def values(self) -> Tensor:
-        """``[columns, examples]`` in float64, in the set's order."""
-        return self._rows[:, self._terms.indices]
+    def values(self, ranks: Ranks) -> Tensor:
+        """``[columns, examples]`` in float64, in the set's order, of what all processes have noted."""
+        return ranks.sum(self._rows)[:, self._terms.indices]

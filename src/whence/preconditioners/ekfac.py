@@ -31,6 +31,7 @@ from whence.model.layers import Call, Matrix, Passed, matrices
 from whence.preconditioners.base import Preconditioner, check_damping
 from whence.progress import ticker
 from whence.tasks import Batch, Task
+from whence.tasks.base import noise
 from whence.vectors import ParamVector
 
 __all__ = ["Ekfac", "KroneckerBlock", "ekfac"]
@@ -134,6 +135,7 @@ class Ekfac(Preconditioner):
         return self._apply(vector, lambda values: (self.scale * values + self.damping).rsqrt_())
 
     def _apply(self, vector: ParamVector, function: Callable[[Tensor], Tensor]) -> ParamVector:
+        shards, vector = vector.shards, vector.whole()
         known = {name for block in self.blocks for name in block.matrix.names}
         if known != set(vector):
             raise VectorError(
@@ -151,7 +153,7 @@ class Ekfac(Preconditioner):
                         f"made for {width} numbers. Use it with the model that it was made for"
                     )
             parts |= block.apply(vector, function)
-        return ParamVector({name: parts[name] for name in vector}, columns=vector.columns)
+        return ParamVector({name: parts[name] for name in vector}, columns=vector.columns).parted(shards)
 
     @property
     def largest(self) -> float:
@@ -218,9 +220,9 @@ def ekfac(
         order = torch.randperm(len(gnh.terms), generator=generator, device=generator.device)
         positions = order[:examples].sort().values.cpu()
     terms = int(gnh.terms.counts()[positions].sum())
-    draws = _Draws(gnh, curvature, samples, terms, generator)
-    measured = _Measured(gnh, draws, _narrow_enough(gnh, terms, widest))
-    blocks = measured.factors(positions, generator)
+    draws = _Draws(gnh, curvature, samples, terms)
+    measured = _Measured(gnh, draws, _narrow_enough(gnh, terms, widest), generator)
+    blocks = measured.factors(positions)
     return Ekfac(
         damping=float(damping),
         blocks=blocks,
@@ -240,9 +242,9 @@ class _Draws:
     """Gradients with respect to the outputs whose second moment is S: all of its root's columns, or random ones."""
 
     def __init__(
-        self, gnh: GaussNewton, curvature: str, samples: int | None, terms: int, generator: torch.Generator
+        self, gnh: GaussNewton, curvature: str, samples: int | None, terms: int
     ) -> None:
-        self.task, self.generator = gnh.task, generator
+        self.task = gnh.task
         pilot = gnh.terms.fetch(gnh.terms.longest(1))
         with torch.no_grad():
             outputs = gnh.network.outputs(pilot).numel()
@@ -260,32 +262,37 @@ class _Draws:
                 + ("use curvature='sampled'" if gnh.has_factors else "use solver='cg' without EK-FAC")
             )
 
-    def of(self, batch: Batch) -> Callable[[Tensor], Sequence[Tensor]]:
+    def of(self, batch: Batch, generator: torch.Generator) -> Callable[[Tensor], Sequence[Tensor]]:
         """The cotangents of a batch, each scaled so that their squares add up to S."""
 
         def cotangents(outputs: Tensor) -> Sequence[Tensor]:
             check_finite(outputs)
             wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
             if not self.exact and type(self.task).sample_residual is not Task.sample_residual:
-                drawn = [self.task.sample_residual(wide, batch, self.generator) for _ in range(self.samples)]
+                drawn = [self.task.sample_residual(wide, batch, generator) for _ in range(self.samples)]
                 return [residual / math.sqrt(self.samples) for residual in drawn if residual is not None]
             root = _root(self.task, wide, batch)  # [n, m, columns]
             if (
                 self.exact
             ):  # with a random sign for each example, so that a batch's sum has the same second moment
-                found = (root * self._signs(batch.size, 1, 1).to(root)).unbind(-1)
+                found = (root * _signs(batch, (1, 1), generator).to(root)).unbind(-1)
             else:
-                signs = self._signs(batch.size, root.shape[-1], self.samples).to(root) / math.sqrt(
-                    self.samples
-                )
-                found = torch.bmm(root, signs).unbind(-1)
+                signs = _signs(batch, (root.shape[-1], self.samples), generator).to(root)
+                found = torch.bmm(root, signs / math.sqrt(self.samples)).unbind(-1)
             return [column.reshape(outputs.shape) for column in found]
 
         return cotangents
 
-    def _signs(self, *shape: int) -> Tensor:
-        device = self.generator.device
-        return 2 * torch.randint(0, 2, shape, generator=self.generator, device=device) - 1
+
+def _signs(batch: Batch, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Random signs for every example of a batch."""
+    device = generator.device
+    bits = noise(
+        batch,
+        (batch.size, *shape),
+        lambda sizes: torch.randint(0, 2, sizes, generator=generator, device=device),
+    )
+    return 2 * bits - 1
 
 
 def _root(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
@@ -303,35 +310,46 @@ def _root(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
 class _Measured:
     """Two passes over the data."""
 
-    def __init__(self, gnh: GaussNewton, draws: _Draws, widest: int) -> None:
-        self.gnh, self.draws, self.widest = gnh, draws, widest
+    def __init__(
+        self, gnh: GaussNewton, draws: _Draws, widest: int, generator: torch.Generator
+    ) -> None:
+        self.gnh, self.draws, self.widest, self.generator = gnh, draws, widest, generator
         self.layers = gnh.example_gradients()
         self.matrices = matrices(gnh.network)
-        self.scales = {matrix: _side_scales(matrix, gnh) for matrix in self.matrices}
+        metric = None if gnh.network.metric is None else gnh.network.opened(gnh.network.metric)
+        self.scales = {matrix: _side_scales(matrix, metric) for matrix in self.matrices}
         self.size = min(self.layers.at_once, gnh.micro_batch, draws.at_once)
 
-    def factors(self, positions: Tensor, generator: torch.Generator) -> tuple[KroneckerBlock, ...]:
+    def factors(self, positions: Tensor) -> tuple[KroneckerBlock, ...]:
         """The blocks, from these examples."""
-        some = self._enough_for_bases(positions, generator)
+        some = self._enough_for_bases(positions)
         batches = -(-len(some) // self.size) + -(-len(positions) // self.size)
         with ticker("EK-FAC", batches) as tick:
             blocks = self._bases(some, tick)
             return self._eigenvalues(blocks, positions, tick)
 
-    def _enough_for_bases(self, positions: Tensor, generator: torch.Generator) -> Tensor:
+    def _enough_for_bases(self, positions: Tensor) -> Tensor:
         sides = [side for matrix in self.matrices for side in matrix.shape[matrix.looked_up :]]
         widest = max((side for side in sides if side <= self.widest), default=1)
         wanted = _TERMS_PER_COLUMN * widest / self.gnh.terms.terms_per_example
         many = max(int(wanted), len(positions) // 16)
         if self.draws.exact or many >= len(positions):
             return positions
-        order = torch.randperm(len(positions), generator=generator, device=generator.device).cpu()
+        device = self.generator.device
+        order = torch.randperm(len(positions), generator=self.generator, device=device).cpu()
         return positions[order[:many].sort().values]
 
     def _passes(self, positions: Tensor, tick: Callable[[], None]) -> Iterator[Passed]:
-        for batch in self.gnh.terms.batches(positions, self.size):
-            yield from self.layers.passes(batch, self.draws.of(batch), others=True)
+        """Of this process's share of the examples; of all, where some have gradients as a batch alone."""
+        together = bool(self.layers.missing)
+        shares = self.gnh.drawing_shares(positions, self.size, self.generator, together=together)
+        for batch, drawing in shares:
+            yield from self.layers.passes(batch, self.draws.of(batch, drawing), others=True)
             tick()
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        """Over all processes, where each had a share of the examples."""
+        return tensor if self.layers.missing else self.gnh.network.ranks.sum(tensor)
 
     # --- the bases ---------------------------------------------------------------------------------------
 
@@ -356,10 +374,20 @@ class _Measured:
                     add(matrix, 0, packed.mT)
                     add(matrix, 1, packed)
         found = {}
-        like = self.gnh.zeros()
+        like = self.gnh.network.values()
         for matrix in self.matrices:
-            left, right = (_eigenvectors(moments.get((matrix, side)), matrix) for side in (0, 1))
-            found[matrix] = KroneckerBlock(matrix, left, right, like[matrix.weight].new_zeros(matrix.shape))
+            zeros = torch.zeros(matrix.shape, dtype=_wide(like[matrix.weight]), device=self.gnh.network.device)
+            bases = []
+            for side in (0, 1):
+                moment = moments.pop((matrix, side), None)
+                met = self.gnh.network.ranks.largest(torch.tensor(float(moment is not None)))
+                if moment is None and float(met):  # in other processes' shares alone
+                    moment = zeros.new_zeros(matrix.shape[side], matrix.shape[side])
+                moment = None if moment is None else self._summed(moment)
+                # one basis for all: eigenvectors are not unique
+                basis = _eigenvectors(moment, matrix)
+                bases.append(basis if basis is None else self.gnh.network.ranks.same(basis))
+            found[matrix] = KroneckerBlock(matrix, bases[0], bases[1], zeros)
         return found
 
     def _add_sides(
@@ -386,7 +414,7 @@ class _Measured:
     # --- E -----------------------------------------------------------------------------------------------
 
     def _eigenvalues(
-        self, blocks: Mapping[Matrix, KroneckerBlock], positions: Tensor, tick: Callable[[], None]
+        self, blocks: dict[Matrix, KroneckerBlock], positions: Tensor, tick: Callable[[], None]
     ) -> tuple[KroneckerBlock, ...]:
         for passed in self._passes(positions, tick):
             for block in blocks.values():
@@ -395,8 +423,8 @@ class _Measured:
                     block.eigenvalues.add_(turned.square().sum(0))
         # the sum over the examples becomes an unbiased mean over terms with TermSet's weight
         weight = self.gnh.terms.weight(len(positions))
-        for block in blocks.values():
-            block.eigenvalues.mul_(weight)
+        for matrix, block in blocks.items():
+            blocks[matrix] = block = replace(block, eigenvalues=self._summed(block.eigenvalues).mul_(weight))
             if not bool(block.eigenvalues.isfinite().all()):
                 raise ModelError(
                     f"gradients of {block.matrix.weight!r} are not finite, or too large for this precision; check the "
@@ -449,6 +477,10 @@ class _Measured:
         return packed if columns is None else packed * columns.to(packed)
 
 
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def _by_position(matrix: Matrix, passed: Passed) -> Sequence[tuple[Call, str]]:
     """The calls of a matrix's layers, if all tell its gradient by vectors at positions; none otherwise."""
     calls = passed.calls.get(matrix.weight, ())
@@ -465,9 +497,8 @@ def _side(vectors: Tensor, scale: Tensor | None, basis: Tensor | None) -> Tensor
     return vectors if basis is None else vectors @ basis.to(vectors)
 
 
-def _side_scales(matrix: Matrix, gnh: GaussNewton) -> tuple[Tensor | None, Tensor | None]:
+def _side_scales(matrix: Matrix, metric: ParamVector | None) -> tuple[Tensor | None, Tensor | None]:
     """``r^(-1/2)`` and ``c^(-1/2)`` of a metric ``D = r cᵀ``; of any other metric, of the nearest such."""
-    metric = gnh.network.metric
     if metric is None:
         return None, None
     packed = matrix.pack(metric)

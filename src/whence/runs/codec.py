@@ -4,6 +4,9 @@ Reading follows the type hints of the class that is asked for. A file names no c
 is a union, the tag in the tree only chooses between its members. What is shared comes back shared: tensors of the same
 memory, vectors of the same tensors, generators.
 
+A vector that several processes hold together is written whole, so that a file does not tell how many they were: all of
+them call `encode`, and the first has the tensors. All call `decode`, and each gets its part.
+
 Hints that are understood: dataclasses, `ParamVector`, `torch.Tensor`, `torch.Generator`, int, float, bool, str, None,
 bytes, Path, list, tuple, Sequence, dict and Mapping (keys of str, int or tuples of int), Literal, unions. Fields of a
 dataclass with ``init=False`` or ``metadata={"saved": False}`` are left out and come back as their defaults.
@@ -16,17 +19,18 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
+from whence.distributed import Shards
 from whence.errors import RunDirectoryError
 from whence.vectors import ParamVector
 
-__all__ = ["as_json", "decode", "encode", "identity", "inlined", "saved_fields"]
+__all__ = ["as_json", "decode", "encode", "identity", "inlined", "saved_fields", "vector_keys"]
 
 T = TypeVar("T")
 
@@ -56,7 +60,12 @@ def encode(
 
 
 def decode(
-    cls: type[T], tree: Any, tensors: Mapping[str, Tensor], *, device: torch.device | str = "cpu"
+    cls: type[T],
+    tree: Any,
+    tensors: Mapping[str, Tensor],
+    *,
+    device: torch.device | str = "cpu",
+    shards: Shards | None = None,
 ) -> T:
     """The value that `encode` was given.
 
@@ -65,11 +74,12 @@ def decode(
         tree: from `encode`, or `inlined`.
         tensors: from `encode`; they are not copied.
         device: where vectors go, and tensors that were not on the CPU.
+        shards: how vectors of the model's parameters are held.
 
     Raises:
         RunDirectoryError: anything is missing, unknown, too much, or of another type.
     """
-    reader = _Reader(tensors, torch.device(device))
+    reader = _Reader(tensors, torch.device(device), shards)
     try:
         value: T = reader.value(cls, tree)
         if unused := tensors.keys() - reader.used:
@@ -77,6 +87,15 @@ def decode(
     except Exception as error:  # whatever is in a file, and whatever a class thinks of it
         raise RunDirectoryError(f"it holds no {_name(cls)}: {error}") from error
     return value
+
+
+def vector_keys(vector: ParamVector, prefix: str) -> dict[str, str]:
+    """What `encode` calls the tensors of a vector that it is given alone."""
+    return {name: _key_of(f"{prefix}/{name}") for name in vector}
+
+
+def _key_of(where: str) -> str:
+    return where.lstrip("/").encode("utf-8", "backslashreplace").decode() or "value"
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
@@ -161,6 +180,8 @@ class _Writer:
             state = self._states.setdefault(value, value.get_state())
             return {"generator": self._key(state, where), "cpu": value.device.type == "cpu"}
         if kind is ParamVector:
+            if value.shards is not None:
+                return {"vector": self._gathered(value, value.shards, where), "columns": value.columns}
             keys = {name: self._key(tensor, f"{where}/{name}") for name, tensor in value.items()}
             return {"vector": keys, "columns": value.columns}
         if kind in _SEQUENCES:
@@ -178,20 +199,38 @@ class _Writer:
         if this not in self._keys:
             if tensor.dtype not in _DTYPES.values():
                 raise TypeError(f"{where or 'the tensor'} is of {tensor.dtype}, which cannot be kept")
-            key = where.lstrip("/").encode("utf-8", "backslashreplace").decode() or "value"
-            while key in self.tensors or key == "__metadata__":
-                key += "'"
+            key = self._new(where)
             self.tensors[key], self._keys[this] = tensor.detach(), key
         return self._keys[this]
+
+    def _new(self, where: str) -> str:
+        key = _key_of(where)
+        while key in self.tensors or key == "__metadata__":
+            key += "'"
+        return key
+
+    def _gathered(self, vector: ParamVector, shards: Shards, where: str) -> dict[str, str]:
+        """The keys of a vector's tensors; those that are new are made whole, and are the first process's."""
+        known = shards.ranks.told(lambda: [self._keys.get(identity(tensor)) for tensor in vector.values()])
+        keys = {name: key for name, key in zip(vector, known, strict=True) if key is not None}
+        fresh = {name: tensor.detach() for name, tensor in vector.items() if name not in keys}
+        for name, whole in shards.gathered(fresh):
+            keys[name] = self._new(f"{where}/{name}")
+            first = shards.ranks.rank == 0
+            self.tensors[keys[name]] = whole.cpu().clone() if first else whole.new_empty(0)
+            if first:
+                self._keys[identity(vector[name])] = keys[name]
+        return {name: keys[name] for name in vector}
 
 
 # --- trees to values ---------------------------------------------------------------------------------------------
 
 
 class _Reader:
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, shards: Shards | None) -> None:
         self.used: set[str] = set()
-        self._tensors, self._device = dict(tensors), device
+        self._tensors, self._device, self._shards = tensors, device, shards
+        self._inline: dict[str, Tensor] = {}
         self._shared: dict[Any, Any] = {}
 
     def value(self, hint: Any, node: Any) -> Any:
@@ -209,7 +248,7 @@ class _Reader:
             numbers = {k: v for k, v in _typed(dict, node).items() if k in ("dtype", "shape", "values")}
             _check_keys(node, ("tensor", "cpu", *numbers))
             if numbers:
-                self._tensors[_typed(str, node["tensor"])] = _from_numbers(**numbers)
+                self._inline[_typed(str, node["tensor"])] = _from_numbers(**numbers)
             return self._tensor(node["tensor"], on_cpu=_typed(bool, node["cpu"]))
         if kind is torch.Generator:
             _check_keys(node, ("generator", "cpu"))
@@ -219,8 +258,10 @@ class _Reader:
         if kind is ParamVector:
             _check_keys(node, ("vector", "columns"))
             keys, columns = _typed(dict, node["vector"]), self.value(int | None, node["columns"])
-            tensors = {name: self._tensor(key, on_cpu=False) for name, key in keys.items()}
-            return self._once((columns, *keys.items()), lambda: ParamVector(tensors, columns=columns))
+            shards = self._shards if self._shards is not None and set(keys) == set(self._shards.shapes) else None
+            tensors = {name: self._tensor(key, on_cpu=False, part=(shards, name)) for name, key in keys.items()}
+            make = partial(ParamVector, tensors, columns=columns, shards=shards)
+            return self._once((columns, *keys.items()), make)
         if kind in _SEQUENCES:
             hints = _item_hints(hint, len(_typed(list, node)))
             items = [self.value(h, item) for h, item in zip(hints, node, strict=True)]
@@ -246,9 +287,18 @@ class _Reader:
         ((tag, node),) = node.items()
         return self.value({_name(m): m for m in others}[tag], node)
 
-    def _tensor(self, key: Any, *, on_cpu: bool) -> Tensor:
+    def _tensor(
+        self, key: Any, *, on_cpu: bool, part: tuple[Shards | None, str] = (None, "")
+    ) -> Tensor:
         self.used.add(key)
-        return self._once((key, on_cpu), lambda: self._tensors[key].to("cpu" if on_cpu else self._device))  # type: ignore[no-any-return]
+        shards, name = part
+
+        def make() -> Tensor:
+            found = self._inline[key] if key in self._inline else self._tensors[key]
+            found = found if shards is None else shards.part(name, found).clone()
+            return found.to("cpu" if on_cpu else self._device)
+
+        return self._once((key, on_cpu, shards is not None), make)  # type: ignore[no-any-return]
 
     def _once(self, key: Any, make: Any) -> Any:
         if key not in self._shared:

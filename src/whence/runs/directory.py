@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from whence.distributed import ALONE, Shards
 from whence.errors import RunDirectoryError, StorageError, WhenceWarning
 from whence.operators import LinearOperator
 from whence.runs import files
 from whence.runs.codec import encode
 from whence.runs.journal import Journal
 from whence.runs.manifest import Content, Manifest, Scalar, version_of
+from whence.runs.shared import shared_value
 
 __all__ = ["Run", "checked", "differences", "environment", "holds", "read"]
 
@@ -39,6 +42,8 @@ class Run:
         path: the directory; made if it does not exist.
         config: what was asked: option -> value.
         identity: what it was asked about: name -> fingerprint.
+        shards: how several processes hold vectors together. Of these the first has the directory: what it reads, or is
+            refused, all of them are told, and every method is called on all.
 
     Raises:
         RunDirectoryError: the directory holds a run of another configuration or about other things (the differences
@@ -47,15 +52,25 @@ class Run:
     """
 
     def __init__(
-        self, path: str | Path | None, config: Mapping[str, Scalar], *, identity: Mapping[str, str]
+        self,
+        path: str | Path | None,
+        config: Mapping[str, Scalar],
+        *,
+        identity: Mapping[str, str],
+        shards: Shards | None = None,
     ) -> None:
         self.path = None if path is None else Path(path)
+        self._shards, self._ranks = shards, ALONE if shards is None else shards.ranks
         self._manifest: Manifest | None = None
         self._states: dict[str, Any] = {}  # of journals, where nothing is on disk
         self._unlock: Callable[[], Any] = lambda: None
         self._refusal = ""  # why nothing may be written, and what to do about it
-        if self.path is None:
-            return
+        if self.path is not None:
+            directory = self.path
+            self._ranks.told(lambda: self._open(directory, config, identity))
+
+    def _open(self, directory: Path, config: Mapping[str, Scalar], identity: Mapping[str, str]) -> None:
+        self.path = directory
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             there = sorted(entry.name for entry in self.path.iterdir())
@@ -106,7 +121,11 @@ class Run:
 
     def has(self, name: str) -> bool:
         """Whether an artifact is there."""
-        return self._manifest is not None and name in self._manifest
+        return self.path is not None and self._ranks.told(lambda: name in self._there())
+
+    def told(self, function: Callable[[], T]) -> T:
+        """What a function returns on the process that has the directory."""
+        return self._ranks.told(function)
 
     def keep(
         self,
@@ -130,40 +149,50 @@ class Run:
             RunDirectoryError: the artifact was damaged.
             StorageError: it cannot be written; what was there before is still there.
         """
-        if self._manifest is None:
+        if self.path is None:
             return compute()
         if not self.has(name):
-            manifest = self._writing(name)
-            file = files.write_tree(manifest.place(name), *encode(compute(), cls))
-            manifest.change({name: file}, operators={} if operator is None else {name: operator.state()})
-        value = self._manifest.value(name, cls, device=device)
+            self.told(lambda: self._writing(name) and None)
+            tree, tensors = encode(compute(), cls)
+            states = {} if operator is None else {name: operator.state()}
+            self.told(lambda: self._write(name, self._there().place(name), tree, tensors, states))
+        value = self._value(name, cls, device)
         if operator is not None:
-            operator.restore_state(self._manifest.operator(name))
+            operator.restore_state(self.told(lambda: self._there().operator(name)))
         return value
 
     def keep_table(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Equally long numpy columns of whole numbers or float64, as a Parquet file; otherwise as `keep`."""
-        if self._manifest is None:
+        if self.path is None:
             return dict(compute())
         if not self.has(name):
-            manifest = self._writing(name)
-            manifest.change({name: files.write_table(manifest.place(name), compute())})
-        return files.read_table(self._manifest.file(name))
+            self.told(lambda: self._writing(name) and None)
+            columns = compute()
+
+            def write() -> None:
+                self._there().change({name: files.write_table(self._there().place(name), columns)})
+
+            self.told(write)
+        return self.told(lambda: files.read_table(self._there().file(name)))
 
     def put(self, name: str, cls: type[T], value: T) -> T:
         """Keep an artifact in place of an earlier one, which is there until then."""
-        if self._manifest is None:
+        if self.path is None:
             return value
-        manifest = self._writing(name)
-        manifest.sweep_numbers(name)
-        place = manifest.place(f"{name}.{manifest.next_number()}")
-        manifest.change({name: files.write_tree(place, *encode(value, cls))})
-        return manifest.value(name, cls)
+        tree, tensors = encode(value, cls)
+
+        def write() -> None:
+            manifest = self._writing(name)
+            manifest.sweep_numbers(name)
+            self._write(name, manifest.place(f"{name}.{manifest.next_number()}"), tree, tensors, {})
+
+        self.told(write)
+        return self._value(name, cls, "cpu")
 
     def drop(self, name: str) -> None:
         """Forget an artifact, if it is there."""
         if self.has(name):
-            self._writing(name).change({}, remove=[name])
+            self.told(lambda: self._writing(name).change({}, remove=[name]))
 
     def journal(
         self, name: str, cls: type[T], *, seconds: float = 30.0, device: torch.device | str = "cpu"
@@ -171,8 +200,16 @@ class Run:
         """A journal of this name, for states of this class."""
         if self._manifest is not None and not self._refusal:
             self._manifest.sweep_numbers(name)
-        place = self._states if self._manifest is None else self._manifest
-        return Journal(place, name, cls, seconds=seconds, device=device, writing=self._writing)
+        return Journal(
+            self._states if self.path is None else self._manifest,
+            name,
+            cls,
+            seconds=seconds,
+            device=device,
+            writing=self._writing,
+            ranks=self._ranks,
+            shards=self._shards,
+        )
 
     def inside(self, name: str) -> Path | None:
         """Where a run inside this one has its directory; None where nothing is kept.
@@ -180,7 +217,24 @@ class Run:
         Raises:
             RunDirectoryError: there is a link.
         """
-        return None if self._manifest is None else self._manifest.place(name)
+        return None if self.path is None else self.told(lambda: self._there().place(name))
+
+    def _there(self) -> Manifest:
+        """On the process that has the directory."""
+        assert self._manifest is not None
+        return self._manifest
+
+    def _write(
+        self, name: str, place: Path, tree: Any, tensors: Mapping[str, Tensor], states: Mapping[str, Any]
+    ) -> None:
+        self._there().change({name: files.write_tree(place, tree, tensors)}, operators=states)
+
+    def _value(self, name: str, cls: type[T], device: torch.device | str) -> T:
+        if self._ranks.size == 1:  # errors name the file
+            return self._there().value(name, cls, device=device)
+        return shared_value(
+            self._ranks, cls, lambda: self._there().tree(name), device=device, shards=self._shards
+        )
 
     def _writing(self, name: str) -> Manifest:
         if self._manifest is None or self._refusal:

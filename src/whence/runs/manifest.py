@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from whence.errors import RunDirectoryError
 from whence.runs import files
@@ -153,6 +154,13 @@ class Manifest:
         """An artifact; ``more`` name others that hold tensors it refers to."""
         others = [self.file(other) for other in more]
         return files.read_value(self.file(name), cls, device=device, more=others)
+
+    def tree(self, name: str, more: Iterable[str] = ()) -> tuple[Any, dict[str, Tensor]]:
+        """The same as it is in its file; see `whence.runs.codec`."""
+        tree, tensors = files.read_tree(self.file(name))
+        for other in more:
+            tensors |= files.read_tree(self.file(other))[1]
+        return tree, tensors
 
     def operator(self, name: str) -> dict[str, float | None]:
         """What the operator remembered after an artifact was computed."""

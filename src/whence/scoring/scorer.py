@@ -6,7 +6,7 @@ sequence's score is the mean of its tokens' ``∇ℓ_iᵀu``; `Scorer.term_share
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -79,13 +79,15 @@ class Scorer:
         if not directions.is_finite():
             raise VectorError("a direction holds NaN or infinity: its solve did not end well. Solve it again")
         self.gnh, self.directions = gnh, directions
+        #: As passes take them; see `whence.model.network`.
+        self._opened = gnh.network.opened(directions)
         self.terms = gnh.terms if data is None else TermSet(data, gnh.task, gnh.network.device)
         self.terms.expect(gnh.terms.width, gnh.terms.kinds)
         self._pilot = self.terms.fetch(self.terms.longest(2))
         #: The counted work of one example, and what the choice was made from.
         self.work: Work = count_work(gnh, self._pilot)
         exact = gnh.product == "exact"
-        vectorised = exact and gnh.vectorises(self._pilot, directions)
+        vectorised = exact and gnh.vectorises(self._pilot, self._opened)
         #: Whether lengths of gradients can be asked for.
         self.norms = norms
         self._count, self._probes = directions.columns or 1, _PROBES if norms else 0
@@ -139,27 +141,37 @@ class Scorer:
         return rows, squares.sqrt()
 
     def _score(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        k = self._count
-        if self.method == "gradients":
-            result = torch.zeros(k, len(positions), dtype=torch.float64)
-            squares = torch.zeros(len(positions), dtype=torch.float64)
-            for column, position in enumerate(positions.tolist()):
-                batch = self.terms.fetch(torch.tensor([position]))
-                products, squares[column] = gradient_products(self.gnh, self.directions, batch)
-                result[:, column] = products.cpu()
-            return result, squares if self._probes else None
-        if self.method == "layers":
-            result = torch.zeros(k, len(positions), dtype=torch.float64)
-            squares = torch.zeros(len(positions), dtype=torch.float64)
-            for columns in self.terms.by_length(positions).split(self._at_once):
-                batch = self.terms.fetch(positions[columns])
-                products, lengths = layer_products(self.gnh, self.directions, batch, norms=self.norms)
-                result[:, columns], squares[columns] = products.cpu(), lengths.cpu()
-            return result, squares if self._probes else None
+        """Every process scores its share of the examples."""
+        k, ranks = self._count, self.gnh.network.ranks
         result = torch.zeros(k + self._probes, len(positions), dtype=torch.float64)
-        for columns, shares in self._shares(positions):
-            result[:, columns] = shares.sum(2)
-        return result[:k], result[k:].square().mean(0) if self._probes else None
+        squares = torch.zeros(len(positions), dtype=torch.float64)
+        if self.method == "gradients":
+            for column, position in enumerate(positions.tolist()):
+                if column % ranks.size == ranks.rank:
+                    batch = self.terms.fetch(torch.tensor([position]))
+                    products, squares[column] = gradient_products(self.gnh, self._opened, batch)
+                    result[:k, column] = products.cpu()
+        elif self.method == "layers":
+            for columns, batch in self._batches(positions, self._at_once):
+                products, lengths = layer_products(self.gnh, self._opened, batch, norms=self.norms)
+                result[:k, columns], squares[columns] = products.cpu(), lengths.cpu()
+        else:
+            for columns, shares in self._shares(self._batches(positions, self.gnh.micro_batch)):
+                result[:, columns] = shares[:, : len(columns)].sum(2)
+        result, squares = ranks.sum(result), ranks.sum(squares)
+        if not self._probes:
+            return result, None
+        return result[:k], squares if self.method != "directional" else result[k:].square().mean(0)
+
+    def _batches(self, positions: Tensor, size: int, *, all_alike: bool = False) -> Iterator[tuple[Tensor, Batch]]:
+        """Micro-batches of similar lengths, and the columns of this process's share of each; or all of it on all."""
+        for columns in self.terms.by_length(positions).split(size) if len(positions) else ():
+            batch = self.terms.fetch(positions[columns])
+            batch = batch if all_alike else batch.shared(self.gnh.network.ranks)
+            if batch.share is not None:
+                columns = columns[batch.share.start : batch.share.start + batch.share.held]
+            if len(columns) or self.gnh.lockstep:
+                yield columns, batch
 
     def term_shares(self, positions: Tensor) -> list[Tensor]:
         """Each term's share of each example's score, ``[k, terms]`` per example; they add up to it.
@@ -168,18 +180,16 @@ class Scorer:
         directional derivatives cost, whichever way scores are computed in.
         """
         result = [torch.empty(0)] * len(positions)
-        for columns, shares in self._shares(positions):
+        alike = self._batches(positions, self.gnh.micro_batch, all_alike=True)
+        for columns, shares in self._shares(alike):
             for row, column in enumerate(columns.tolist()):
                 alone = self.terms.fetch(positions[column : column + 1])  # without its batch's padding
                 result[column] = shares[: self._count, row, : alone.targets[0].numel()]
         return result
 
-    def _shares(self, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Micro-batches of similar lengths: their columns, and ``[k, examples, terms]``."""
-        if len(positions) == 0:
-            return
-        for columns in self.terms.by_length(positions).split(self.gnh.micro_batch):
-            batch = self.terms.fetch(positions[columns])
+    def _shares(self, batches: Iterable[tuple[Tensor, Batch]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of micro-batches: their columns, and ``[k, examples, terms]``."""
+        for columns, batch in batches:
             counts = self.gnh.task.num_terms(batch).clamp_min(1).reshape(1, -1, 1)
             rows = self._of_terms(batch)
             yield columns, (rows.reshape(len(rows), batch.size, -1) / counts).cpu()
@@ -192,7 +202,6 @@ class Scorer:
     def _with_probes(self) -> ParamVector:
         """The directions, and normal ones ξ: ``E (∇ℓ(z)ᵀξ)² = ‖∇ℓ(z)‖²``."""
         if not self._probes:
-            return self.directions
+            return self._opened
         probes = self.directions.zeros(self._probes).randn_like(torch.Generator().manual_seed(0))
-        together = {name: torch.cat([t, probes[name]]) for name, t in self.directions.items()}
-        return ParamVector(together, columns=self._count + self._probes)
+        return ParamVector.join([self._opened, self.gnh.network.opened(probes)])

@@ -248,7 +248,8 @@ def _rows(
                 generator.manual_seed(seed + _PRIME * (1 + number * dimension + start + i))
                 for name in space if block is None else [block]:
                     shape, dtype = space.shape_of(name), rows[name].dtype
-                    rows[name][i] = torch.randn(shape, generator=generator, dtype=dtype)
+                    drawn = torch.randn(shape, generator=generator, dtype=dtype)
+                    rows[name][i] = rows.own_rows(name, drawn)
             yield number * dimension + start, rows.scale_(dimension**-0.5)
 
 

@@ -364,7 +364,7 @@ def as_block(vector: ParamVector) -> ParamVector:
     """A single vector as a block of one, without a copy; a block as it is."""
     if vector.columns is not None:
         return vector
-    return ParamVector({name: tensor.unsqueeze(0) for name, tensor in vector.items()}, columns=1)
+    return vector.like({name: tensor.unsqueeze(0) for name, tensor in vector.items()}, 1)
 
 
 def column_dots(left: ParamVector, right: ParamVector) -> Tensor:

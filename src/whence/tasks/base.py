@@ -21,10 +21,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.distributed import Ranks
 from whence.errors import DataError, ModelError
 from whence.tasks.collate import stack_columns
 
-__all__ = ["Batch", "Task", "accepts", "read_outputs", "without_cache"]
+__all__ = ["Batch", "Share", "Task", "accepts", "noise", "read_outputs", "without_cache"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a process has of a batch that several share.
+
+    Attributes:
+        start: its first example's place in the batch.
+        held: how many examples it has. Where that is none, its batch is one example that counts for nothing: for
+            passes that all processes make together.
+        whole: how many the batch has.
+    """
+
+    start: int
+    held: int
+    whole: int
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,27 @@ class Batch:
     weights: Tensor | None = (
         None  # what each example counts for, where they were not drawn with equal chances
     )
+    share: Share | None = None  # of a larger batch, where several processes share that
+
+    @property
+    def held(self) -> int:
+        """How many of the examples count."""
+        return self.size if self.share is None else self.share.held
+
+    def shared(self, ranks: Ranks) -> Batch:
+        """This process's share of the examples: neighbours, and padded as the whole batch is."""
+        if ranks.size == 1:
+            return self
+        least, more = divmod(self.size, ranks.size)
+        start, held = ranks.rank * least + min(ranks.rank, more), least + (ranks.rank < more)
+        rows = slice(start, start + held) if held else slice(0, 1)
+        mine = self.map(lambda tensor: tensor[rows])
+        return replace(
+            mine,
+            indices=None if self.indices is None else self.indices[rows],
+            weights=mine.weights if held else torch.zeros(1, dtype=torch.float64, device=self.targets.device),
+            share=Share(start, held, self.size),
+        )
 
     @property
     def size(self) -> int:
@@ -213,6 +251,18 @@ class Task(ABC):
         losses = self.losses(outputs, batch)
         total = losses.reshape(batch.size, -1).sum(1)
         return total / self.num_terms(batch).to(total.device).clamp_min(1)
+
+
+def noise(batch: Batch, shape: Sequence[int], draw: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+    """Random numbers of a shape that begins with the examples, or with as many rows for each of them.
+
+    Drawn for the whole of a batch that processes share, so that an example's are the same whoever has it.
+    """
+    if batch.share is None:
+        return draw(tuple(shape))
+    rows, share = shape[0] // batch.size, batch.share
+    start = rows * (share.start if share.held else 0)
+    return draw((rows * share.whole, *shape[1:]))[start : start + shape[0]]
 
 
 def accepts(model: nn.Module, name: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whence.errors import DataError, ModelError, OptionError
-from whence.tasks.base import Batch, Task
+from whence.tasks.base import Batch, Task, noise
 
 __all__ = ["BinaryClassification"]
 
@@ -102,7 +102,9 @@ class BinaryClassification(Task):
 
     def sample_residual(self, outputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
         chance = outputs.detach().sigmoid()
-        uniform = torch.rand(outputs.shape, generator=generator, device=generator.device).to(chance)
+        device = generator.device
+        uniform = noise(batch, outputs.shape, lambda shape: torch.rand(shape, generator=generator, device=device))
+        uniform = uniform.to(chance)
         yes, no = self._sides(outputs, batch)
         return (yes + no).sqrt() * torch.where(uniform < chance, -(-outputs.detach()).sigmoid(), chance)
 

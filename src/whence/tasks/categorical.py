@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from whence.backward import pulled_back
 from whence.errors import DataError, ModelError, OptionError
-from whence.tasks.base import Batch, Task
+from whence.tasks.base import Batch, Task, noise
 
 __all__ = ["IGNORED", "CategoricalTask"]
 
@@ -238,7 +238,9 @@ class CategoricalTask(Task):
         rows = residual.view(-1, residual.shape[-1])
         # Inverse-CDF sampling: torch.multinomial refuses more than 2**24 categories and wants its own
         # device's generator; one uniform number per term needs neither.
-        uniform = torch.rand(len(rows), 1, generator=generator, device=generator.device).to(rows)
+        device = generator.device
+        uniform = noise(batch, (len(rows), 1), lambda shape: torch.rand(shape, generator=generator, device=device))
+        uniform = uniform.to(rows)
         drawn = (rows.cumsum(-1) < uniform).sum(-1).clamp_max(rows.shape[-1] - 1)
         rows[torch.arange(len(rows), device=rows.device)[valid], drawn[valid]] -= 1.0
         return self._massed(residual, batch, 1, power=0.5)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whence.errors import DataError, ModelError, OptionError
-from whence.tasks.base import Batch, Task
+from whence.tasks.base import Batch, Task, noise
 
 __all__ = ["Regression"]
 
@@ -67,5 +67,10 @@ class Regression(Task):
         return (outputs.detach() - anchor.detach()) / self.variance
 
     def sample_residual(self, outputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
-        noise = torch.randn(outputs.shape, generator=generator, device=generator.device, dtype=outputs.dtype)
-        return noise.to(outputs.device).div_(math.sqrt(self.variance))
+        device, dtype = generator.device, outputs.dtype
+        drawn = noise(
+            batch,
+            outputs.shape,
+            lambda shape: torch.randn(shape, generator=generator, device=device, dtype=dtype),
+        )
+        return drawn.to(outputs.device).div(math.sqrt(self.variance))
