@@ -118,6 +118,11 @@ class ParamVector(Mapping[str, Tensor]):
             return self
         return ParamVector(dict(self._shards.gathered(self._tensors)), columns=self._columns)
 
+    def whole_of(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Some of the whole vector's tensors."""
+        some = {name: self._tensors[name] for name in names}
+        return some if self._shards is None else dict(self._shards.gathered(some))
+
     def own_rows(self, name: str, whole: Tensor) -> Tensor:
         """Of a whole tensor under this name, what this process holds; a view."""
         return whole if self._shards is None else self._shards.part(name, whole)
@@ -355,7 +360,9 @@ class ParamVector(Mapping[str, Tensor]):
     def is_finite(self) -> bool:
         """Whether every entry is finite."""
         bad = sum(not bool(torch.isfinite(tensor).all()) for tensor in self._tensors.values())
-        return bad == 0 if self._shards is None else float(self._over_processes(torch.tensor(float(bad)))) == 0
+        return (
+            bad == 0 if self._shards is None else float(self._over_processes(torch.tensor(float(bad)))) == 0
+        )
 
     # --- checks ------------------------------------------------------------------------------------------
 

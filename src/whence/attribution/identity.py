@@ -16,6 +16,7 @@ from torch import Tensor
 
 from whence.errors import RunDirectoryError
 from whence.model.data import TermSet
+from whence.model.fully_sharded import own_type
 from whence.model.gauss_newton import GaussNewton
 from whence.runs import Run, differences
 from whence.runs.fingerprint import of_data, of_model, of_value, without_addresses
@@ -37,7 +38,7 @@ def operator_identity(gnh: GaussNewton) -> dict[str, str]:
     """Which model, task, data and parameters a run is about."""
     names = list(gnh.network.parameters)
     return {
-        "model": f"{type(gnh.network.model).__name__} {of_model(gnh.network.model)}",
+        "model": f"{own_type(gnh.network.model).__name__} {of_model(gnh.network.model)}",
         "task": _task(gnh.task),
         "train": f"{len(gnh.terms)} examples {of_data(gnh.terms.data)}",
         "params": f"{len(names)} tensors, {gnh.num_parameters} parameters {of_value(names)}",
@@ -95,7 +96,7 @@ class Portrait:
         config: dict[Any, Any] = getattr(getattr(model, "config", None), "to_dict", dict)()
         return Portrait(
             {
-                name or "itself": without_addresses(f"{type(module).__qualname__}({module.extra_repr()})")
+                name or "itself": without_addresses(f"{own_type(module).__qualname__}({module.extra_repr()})")
                 for name, module in model.named_modules()
             },
             {

@@ -24,6 +24,9 @@ __all__ = ["ALONE", "Ranks", "alone", "current"]
 
 T = TypeVar("T")
 
+#: Under its newer name, where torch has that.
+_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
 
 class Ranks:
     """The processes of torch.distributed's default group, or this one alone.
@@ -68,7 +71,7 @@ class Ranks:
         mine = self._sent(tensor.contiguous())
         every = mine.new_empty(self.size * mine.numel())
         with self._talking():
-            dist.all_gather_into_tensor(every, mine.reshape(-1))
+            _gather(every, mine.reshape(-1))
         return every.reshape(self.size, *tensor.shape).to(tensor.device)
 
     def same(self, tensor: Tensor) -> Tensor:
@@ -143,7 +146,9 @@ class Ranks:
         """A process that is lost becomes a `RankError`."""
         try:
             yield
-        except RuntimeError as error:  # torch's own for a closed connection, and for one that is silent for too long
+        except (
+            RuntimeError
+        ) as error:  # torch's own for a closed connection, and for one that is silent for too long
             if isinstance(error, WhenceError):
                 raise
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -189,5 +194,3 @@ def _as_sent(error: Exception) -> Exception:
     except Exception:
         return RankError(f"rank 0 failed: {type(error).__name__}: {error}")
     return error
-
-

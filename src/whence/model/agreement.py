@@ -58,6 +58,8 @@ def disagreement(network: Network, batch: Batch, tangent: Callable[[ParamVector]
 
         network.pull_back(outputs, leaves, _probe(k, like), receive, keep_graph=k < _PROBES - 1)
     del outputs, leaves
+    if network.together:  # each process has met its rows
+        pulled[:, 1:] = network.ranks.sum(pulled[:, 1:])
     return max(_relative_error(tangent(v), row) for v, row in zip(directions, pulled.cpu(), strict=True))
 
 

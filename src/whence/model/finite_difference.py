@@ -274,9 +274,7 @@ class FiniteDifferences:
             largest = self.network.ranks.largest(largest)
         return float(largest) / math.sqrt(max(change.shape[1], 1))
 
-    def _outputs_at(
-        self, delta: float, base: BaseForward, batch: Batch, vector: ParamVector
-    ) -> Tensor:
+    def _outputs_at(self, delta: float, base: BaseForward, batch: Batch, vector: ParamVector) -> Tensor:
         def value(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
             wide = widened(tensor)
             if name not in vector:

@@ -24,6 +24,7 @@ from whence.model.choice import Product, choose_product
 from whence.model.data import TermSet
 from whence.model.exact import block_tangents, dual_forward
 from whence.model.finite_difference import FiniteDifferences, StepMemory
+from whence.model.fully_sharded import make_network
 from whence.model.inspection import (
     check_alike,
     check_convexity,
@@ -35,7 +36,7 @@ from whence.model.inspection import (
     fitting_micro_batch,
 )
 from whence.model.layers import ExampleGradients
-from whence.model.network import Network, Receiver, adding_to
+from whence.model.network import Receiver, adding_to
 from whence.model.sampled import SampledGaussNewton
 from whence.model.selection import ParameterFilter, select_parameters
 from whence.model.slopes import Slopes
@@ -104,7 +105,7 @@ class GaussNewton(LinearOperator):
             raise OptionError(f"task must be a Task such as Classification(), got {task!r}")
         check_mode(model)
         ranks = current()
-        self.network = Network(model, task, select_parameters(model, params), metric, ranks)
+        self.network = make_network(model, task, select_parameters(model, params), metric, ranks)
         self.task = task
         self.terms = TermSet(data, task, self.network.device)
         check_alike(self.network, self.terms)

@@ -71,9 +71,17 @@ def check_mode(model: nn.Module) -> None:
                 f"the layer {name!r} ({type(module).__name__}) has no running statistics, so outputs depend on the "
                 "rest of the batch. Give it those of the training (track_running_stats=True)"
             )
-    if any(parameter.is_meta for parameter in model.parameters()):
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if hasattr(model, "hf_device_map") and len(devices) > 1:
         raise ModelError(
-            "the model's parameters are on the meta device, without numbers; load its weights first"
+            f"device_map has put the model's parameters on several devices ({', '.join(devices)}), some of them "
+            "perhaps on the disk, from where they are fetched for a pass; that is not supported. Load it on one device, "
+            "or shard it over several processes (docs/many-gpus.md)"
+        )
+    if "meta" in devices:
+        raise ModelError(
+            "the model's parameters are on the meta device, without numbers (or device_map keeps them elsewhere); load "
+            "its weights first, on one device"
         )
 
 
@@ -126,7 +134,7 @@ def check_outputs(network: Network, batch: Batch) -> int:
 def _check_swapped(network: Network, outputs: Tensor) -> None:
     """Refuse a model that reached its own parameters where others were put in their place."""
     own = {name: p for name, p in network.parameters.items() if p.requires_grad}
-    if not own:  # a copy that nobody trains
+    if not own or network.together:  # a copy that nobody trains
         return
     reached = torch.autograd.grad(outputs.sum(), list(own.values()), allow_unused=True, retain_graph=True)
     missed = [name for name, found in zip(own, reached, strict=True) if found is not None]
@@ -230,14 +238,20 @@ def fitting_micro_batch(network: Network, pilot: Batch, *, memory: int) -> int:
     return int(min(max(fitting, 1.0), _LARGEST_MICRO_BATCH))
 
 
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors if not hasattr(t, "to_local")}
+
+
 def _activation_bytes(network: Network, batch: Batch) -> tuple[int, int]:
     """Bytes that autograd keeps for the backward pass over this batch, parameters not counted; those of the largest."""
     everything = network.constants() | network.leaves()
-    own = {t.untyped_storage().data_ptr() for t in (*network.model.parameters(), *everything.values())}
+    own = _storages((*network.model.parameters(), *everything.values()))
     seen: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
+        if network.together:  # gathered for this layer
+            own.update(_storages(network.model.parameters()))
         if storage.data_ptr() not in own:
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor

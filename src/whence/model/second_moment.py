@@ -44,10 +44,11 @@ def factored(metric: ParamVector, network: Network) -> ParamVector:
     thousandth of their root mean square; ones where all are zero.
     """
     least = _FLOOR * float(metric.norm()) / metric.numel**0.5 or 1.0
-    shards, metric = metric.shards, metric.whole()
     parts: dict[str, Tensor] = {}
     for matrix in matrices(network):
-        squares = matrix.pack({name: metric[name].clamp_min(least) for name in matrix.names}).square()
+        entries = metric.whole_of(matrix.names)
+        squares = matrix.pack({name: entry.clamp_min(least) for name, entry in entries.items()}).square()
         rows, columns = squares.mean(1, keepdim=True), squares.mean(0, keepdim=True)
-        parts |= matrix.unpack((rows * columns / squares.mean()).sqrt(), metric.shape_of(matrix.weight))
-    return ParamVector({name: parts[name].contiguous() for name in metric}).parted(shards)
+        found = matrix.unpack((rows * columns / squares.mean()).sqrt(), metric.shape_of(matrix.weight))
+        parts |= {name: metric.own_rows(name, entry).clone() for name, entry in found.items()}
+    return metric.like({name: parts[name].contiguous() for name in metric})

@@ -17,7 +17,7 @@ What P leaves out, above all the blocks between layers, makes it too small along
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -67,11 +67,14 @@ class KroneckerBlock:
     def apply(self, vector: ParamVector, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """``Q f(E) Qᵀ v`` for these parameters; on a block, for each column."""
         lead = () if vector.columns is None else (vector.columns,)
-        packed = self.matrix.pack(vector, lead)
+        packed = self.matrix.pack(vector.whole_of(self.matrix.names), lead)
         turned = self._turned(packed, self.left, self.right)
         turned = turned * function(self.eigenvalues.to(packed))
         back = self._turned(turned, *(None if q is None else q.T for q in (self.left, self.right)))
-        return self.matrix.unpack(back, vector.shape_of(self.matrix.weight))
+        found = self.matrix.unpack(back, vector.shape_of(self.matrix.weight))
+        if vector.shards is None:
+            return found
+        return {name: vector.own_rows(name, whole).clone() for name, whole in found.items()}
 
     def rotated(self, packed: Tensor) -> Tensor:
         """``Q_Gᵀ G Q_A``."""
@@ -135,7 +138,6 @@ class Ekfac(Preconditioner):
         return self._apply(vector, lambda values: (self.scale * values + self.damping).rsqrt_())
 
     def _apply(self, vector: ParamVector, function: Callable[[Tensor], Tensor]) -> ParamVector:
-        shards, vector = vector.shards, vector.whole()
         known = {name for block in self.blocks for name in block.matrix.names}
         if known != set(vector):
             raise VectorError(
@@ -153,7 +155,7 @@ class Ekfac(Preconditioner):
                         f"made for {width} numbers. Use it with the model that it was made for"
                     )
             parts |= block.apply(vector, function)
-        return ParamVector({name: parts[name] for name in vector}, columns=vector.columns).parted(shards)
+        return vector.like({name: parts[name] for name in vector}, vector.columns)
 
     @property
     def largest(self) -> float:
@@ -241,9 +243,7 @@ def _narrow_enough(gnh: GaussNewton, terms: int, widest: int) -> int:
 class _Draws:
     """Gradients with respect to the outputs whose second moment is S: all of its root's columns, or random ones."""
 
-    def __init__(
-        self, gnh: GaussNewton, curvature: str, samples: int | None, terms: int
-    ) -> None:
+    def __init__(self, gnh: GaussNewton, curvature: str, samples: int | None, terms: int) -> None:
         self.task = gnh.task
         pilot = gnh.terms.fetch(gnh.terms.longest(1))
         with torch.no_grad():
@@ -310,9 +310,7 @@ def _root(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
 class _Measured:
     """Two passes over the data."""
 
-    def __init__(
-        self, gnh: GaussNewton, draws: _Draws, widest: int, generator: torch.Generator
-    ) -> None:
+    def __init__(self, gnh: GaussNewton, draws: _Draws, widest: int, generator: torch.Generator) -> None:
         self.gnh, self.draws, self.widest, self.generator = gnh, draws, widest, generator
         self.layers = gnh.example_gradients()
         self.matrices = matrices(gnh.network)
@@ -376,7 +374,9 @@ class _Measured:
         found = {}
         like = self.gnh.network.values()
         for matrix in self.matrices:
-            zeros = torch.zeros(matrix.shape, dtype=_wide(like[matrix.weight]), device=self.gnh.network.device)
+            zeros = torch.zeros(
+                matrix.shape, dtype=_wide(like[matrix.weight]), device=self.gnh.network.device
+            )
             bases = []
             for side in (0, 1):
                 moment = moments.pop((matrix, side), None)
@@ -528,6 +528,11 @@ def _check_options(
     if not isinstance(gnh, GaussNewton):
         raise OptionError(
             f"EK-FAC is made of a network's layers; give a GaussNewton, not a {type(gnh).__name__}"
+        )
+    if gnh.network.together:
+        raise OptionError(
+            "EK-FAC reads whole layers, and the model is sharded over processes; use solver='cg' or 'lissa', or a model "
+            "that every process holds whole"
         )
     if curvature not in ("auto", "exact", "sampled"):
         raise OptionError(f"curvature is {curvature!r}; it must be 'auto', 'exact' or 'sampled'")

@@ -258,8 +258,12 @@ class _Reader:
         if kind is ParamVector:
             _check_keys(node, ("vector", "columns"))
             keys, columns = _typed(dict, node["vector"]), self.value(int | None, node["columns"])
-            shards = self._shards if self._shards is not None and set(keys) == set(self._shards.shapes) else None
-            tensors = {name: self._tensor(key, on_cpu=False, part=(shards, name)) for name, key in keys.items()}
+            shards = (
+                self._shards if self._shards is not None and set(keys) == set(self._shards.shapes) else None
+            )
+            tensors = {
+                name: self._tensor(key, on_cpu=False, part=(shards, name)) for name, key in keys.items()
+            }
             make = partial(ParamVector, tensors, columns=columns, shards=shards)
             return self._once((columns, *keys.items()), make)
         if kind in _SEQUENCES:
@@ -287,9 +291,7 @@ class _Reader:
         ((tag, node),) = node.items()
         return self.value({_name(m): m for m in others}[tag], node)
 
-    def _tensor(
-        self, key: Any, *, on_cpu: bool, part: tuple[Shards | None, str] = (None, "")
-    ) -> Tensor:
+    def _tensor(self, key: Any, *, on_cpu: bool, part: tuple[Shards | None, str] = (None, "")) -> Tensor:
         self.used.add(key)
         shards, name = part
 

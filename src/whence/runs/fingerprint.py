@@ -25,7 +25,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 def of_model(model: nn.Module) -> str:
     """Of all parameters and buffers, their names included, also those that are not saved with the model."""
-    digest = hashlib.blake2b(type(model).__qualname__.encode())
+    kind = type(model)
+    if hasattr(model, "_get_fsdp_state"):  # the class that was sharded
+        kind = kind.__mro__[2]
+    digest = hashlib.blake2b(kind.__qualname__.encode())
     for name, tensor in {**dict(model.named_buffers()), **model.state_dict()}.items():
         digest.update(name.encode())
         for piece in _pieces(tensor):
@@ -63,6 +66,7 @@ def without_addresses(text: str) -> str:
 def _pieces(value: Any) -> Iterable[bytes | memoryview]:
     """The value's bytes; every container and array says first what it is and how large."""
     if isinstance(value, Tensor):
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value  # sharded over processes
         flat = value.detach().cpu().contiguous().reshape(-1)
         yield f"tensor{tuple(value.shape)}{value.dtype}".encode()
         if flat.numel():

@@ -118,9 +118,7 @@ class Journal(Generic[T]):
         number = self._ranks.told(lambda: self._there().next_number())
         self._write(add, self._name, f"{self._name}.{number}", tree, tensors)
         self._ranks.told(
-            lambda: self._there().change(
-                add, remove=set(self._there().names(self._name + ".")) - set(order)
-            )
+            lambda: self._there().change(add, remove=set(self._there().names(self._name + ".")) - set(order))
         )
         self._written = time.monotonic()
 

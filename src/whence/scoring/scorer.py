@@ -6,7 +6,7 @@ sequence's score is the mean of its tokens' ``∇ℓ_iᵀu``; `Scorer.term_share
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -94,9 +94,18 @@ class Scorer:
         together = self._count + self._probes
         self._costs = {
             "directional": self.work.directional(together, exact=exact, vectorised=vectorised),
-            "gradients": self.work.gradients(self._count),
         }
-        missing = gnh.example_gradients().missing if method in ("auto", "layers") else {}
+        missing: Mapping[str, str] = {}
+        if gnh.network.together:
+            missing = dict.fromkeys(gnh.network.parameters, "the model is sharded over processes")
+            if method == "gradients":
+                raise OptionError(
+                    "method is 'gradients', of an example at a time, and all processes of a sharded model pass together; "
+                    "use 'directional' or 'auto'"
+                )
+        else:
+            self._costs["gradients"] = self.work.gradients(self._count)
+            missing = gnh.example_gradients().missing if method in ("auto", "layers") else {}
         if method == "layers" and missing:
             name, reason = next(iter(missing.items()))
             raise OptionError(
@@ -123,7 +132,10 @@ class Scorer:
             "layers": "every example's gradient, layer by layer",
             "gradients": "one gradient per example",
         }[self.method]
-        ratio = min(cost for way, cost in self._costs.items() if way != self.method) / self.cost
+        others = [cost for way, cost in self._costs.items() if way != self.method]
+        if not others:
+            return f"{how}, the only way for a sharded model"
+        ratio = min(others) / self.cost
         along = f"{self._count} direction{'' if self._count == 1 else 's'}"
         if ratio < 1:
             return f"{how}, as asked for; another way would cost 1/{1 / ratio:.2g} of it for {along}"
@@ -163,7 +175,9 @@ class Scorer:
             return result, None
         return result[:k], squares if self.method != "directional" else result[k:].square().mean(0)
 
-    def _batches(self, positions: Tensor, size: int, *, all_alike: bool = False) -> Iterator[tuple[Tensor, Batch]]:
+    def _batches(
+        self, positions: Tensor, size: int, *, all_alike: bool = False
+    ) -> Iterator[tuple[Tensor, Batch]]:
         """Micro-batches of similar lengths, and the columns of this process's share of each; or all of it on all."""
         for columns in self.terms.by_length(positions).split(size) if len(positions) else ():
             batch = self.terms.fetch(positions[columns])

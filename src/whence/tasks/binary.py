@@ -103,7 +103,9 @@ class BinaryClassification(Task):
     def sample_residual(self, outputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
         chance = outputs.detach().sigmoid()
         device = generator.device
-        uniform = noise(batch, outputs.shape, lambda shape: torch.rand(shape, generator=generator, device=device))
+        uniform = noise(
+            batch, outputs.shape, lambda shape: torch.rand(shape, generator=generator, device=device)
+        )
         uniform = uniform.to(chance)
         yes, no = self._sides(outputs, batch)
         return (yes + no).sqrt() * torch.where(uniform < chance, -(-outputs.detach()).sigmoid(), chance)

@@ -239,7 +239,9 @@ class CategoricalTask(Task):
         # Inverse-CDF sampling: torch.multinomial refuses more than 2**24 categories and wants its own
         # device's generator; one uniform number per term needs neither.
         device = generator.device
-        uniform = noise(batch, (len(rows), 1), lambda shape: torch.rand(shape, generator=generator, device=device))
+        uniform = noise(
+            batch, (len(rows), 1), lambda shape: torch.rand(shape, generator=generator, device=device)
+        )
         uniform = uniform.to(rows)
         drawn = (rows.cumsum(-1) < uniform).sum(-1).clamp_max(rows.shape[-1] - 1)
         rows[torch.arange(len(rows), device=rows.device)[valid], drawn[valid]] -= 1.0
