@@ -10,6 +10,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from whence.distributed import current
 from whence.units import format_duration
 
 __all__ = ["Stopwatch", "ticker", "track"]
@@ -34,6 +35,9 @@ def ticker(description: str, total: int, *, done: int = 0) -> Iterator[Callable[
         ...     for _ in range(3):
         ...         tick()
     """
+    if current().rank > 0:  # the first of several processes says it for all
+        yield lambda: None
+        return
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines(console, description, total, done)

@@ -24,6 +24,7 @@ from whence.attribution.pipeline import attribute
 from whence.attribution.scored import half_width
 from whence.attribution.scores import check_examples, keep_parts, part_of_minute
 from whence.cleaning.result import Cleaning, Harm
+from whence.distributed import one_process
 from whence.errors import RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
@@ -92,6 +93,7 @@ def clean(
         >>> first.low <= first.self_influence <= first.high
         True
     """
+    one_process("clean")
     chosen = chosen_options(CleanOptions, options, given)
     gnh = GaussNewton(
         model,

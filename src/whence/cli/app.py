@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from whence.cli.sweep import check_figure, draw, sweep_dampings
 from whence.cli.tables import cleaning_as_json, rows_as_json, show_cleaning, show_plan, show_result, show_way
 from whence.cli.tune import tune_command
 from whence.cli.validate import validate_command
+from whence.distributed import current, launched, one_process
 from whence.errors import OptionError
 from whence.model.gauss_newton import GaussNewton
 from whence.model.memory import keep_freed_memory
@@ -54,6 +56,7 @@ Top = Annotated[int, typer.Option(help="Examples to print at each end of a ranki
 @takes(InputOptions, MeasureOptions)
 def spectrum(given: InputOptions, options: MeasureOptions, *, json: AsJson = False) -> None:
     """Measure the Gauss-Newton Hessian: trace, Frobenius norm, λmax, sampling constants, each with its error."""
+    one_process("whence spectrum")
     gnh = Inputs(given).operator(options)
     measured = _measure(gnh, options)
     if json:
@@ -85,6 +88,7 @@ def plan(
     json: AsJson = False,
 ) -> None:
     """Tell what an attribution will do and what it will cost in time, memory and disk. Nothing long is run."""
+    one_process("whence plan")
     check_figure(figure, damping_sweep)
     inputs = Inputs(given)
     shortlist = inputs.candidates
@@ -186,6 +190,7 @@ def report_command(
     ] = None,
 ) -> None:
     """Write the page of a finished run: one self-contained HTML file."""
+    one_process("whence report")
     if holds(run_dir, "cleaning"):
         page = load_cleaning(run_dir).to_html(output or run_dir / "clean.html")
     else:
@@ -262,6 +267,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Where the pages go.")] = Path("demo"),
 ) -> None:
     """Train two small models on real data that comes with Python, ask them questions, and write the pages."""
+    one_process("whence demo")
     from whence.demo import run_demo  # needs scikit-learn and transformers
 
     run_demo(part, output)
@@ -270,7 +276,14 @@ def demo(
 def main() -> None:
     """Entry point."""
     keep_freed_memory()  # products of one size follow each other for hours
-    app()
+    with launched():
+        try:
+            app()
+        except SystemExit as end:
+            if end.code not in (None, 0, NOT_CONVERGED):
+                raise  # without waiting for other processes, which may not come to an end of their own
+            code = end.code
+    sys.exit(code)
 
 
 def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, top: int, json: bool) -> None:
@@ -298,16 +311,18 @@ def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, t
         if run_dir is not None and page is not None and holds(run_dir, "quick"):
             say(f"interrupted; the quick answer so far: {load(run_dir).to_html(page)}")
         raise
-    if page is not None:
-        result.to_html(page)
-    if json:
-        print_json({"queries": rows_as_json(result, top), "report": _text(page)})
-    else:
-        show_result(result, top)
+    if current().rank == 0:
         if page is not None:
-            tell(f"\npage: {page}")
+            result.to_html(page)
+        if json:
+            print_json({"queries": rows_as_json(result, top), "report": _text(page)})
+        else:
+            show_result(result, top)
+            if page is not None:
+                tell(f"\npage: {page}")
+        if not bool(result.solve.ended_well.all()):
+            say("the solver did not converge for every query; a larger --damping helps, or more --chains")
     if not bool(result.solve.ended_well.all()):
-        say("the solver did not converge for every query; a larger --damping helps, or more --chains")
         raise typer.Exit(NOT_CONVERGED)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from whence.distributed import shard
 from whence.errors import OptionError, RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
 from whence.options import MeasureOptions, Options, option
@@ -120,6 +121,9 @@ class InputOptions:
         None, "From image to tensor: module:function, or an image processor's directory."
     )
     allow_download: bool = option(False, "MODEL may be fetched by its name on the hub.")
+    shard: bool = option(
+        False, "Started by torchrun: part the model over the processes, instead of a whole one on each."
+    )
     check_vocabulary: bool = option(True, "Refuse a tokenizer whose vocabulary does not fit the model.")
 
 
@@ -165,13 +169,16 @@ class Inputs:
     def problem(self) -> Problem:
         """The model and what comes with it."""
         options = self.options
-        return load_model(
+        problem = load_model(
             options.model,
             dtype=options.dtype,
             tokenizer=options.tokenizer,
             allow_download=options.allow_download,
             check_vocabulary=options.check_vocabulary,
         )
+        if options.shard:
+            shard(problem.model)
+        return problem
 
     @cached_property
     def task(self) -> Task:

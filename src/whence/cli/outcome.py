@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from whence.distributed import current
 from whence.errors import InputError, SolverError, StorageError, WhenceError, WhenceWarning
 from whence.report.untrusted import json_visible, visible
 
@@ -59,7 +60,9 @@ def errors_become_messages() -> Iterator[None]:
             yield
         except WhenceError as error:
             code = next(code for kind, code in _CODES if isinstance(error, kind))
-            say(f"[bold red]error:[/] {escape(str(error))}")
+            ranks = current()
+            who = f"{ranks}: " if ranks.size > 1 else ""
+            say(f"[bold red]error:[/] {who}{escape(str(error))}")
             raise typer.Exit(code) from error
         except KeyboardInterrupt as error:
             say("\ninterrupted; with a run directory (--run-dir), the same command goes on from here")

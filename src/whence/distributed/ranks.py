@@ -20,7 +20,7 @@ from torch import Tensor
 
 from whence.errors import RankError, WhenceError
 
-__all__ = ["ALONE", "Ranks", "alone", "current"]
+__all__ = ["ALONE", "Ranks", "alone", "current", "one_process"]
 
 T = TypeVar("T")
 
@@ -119,9 +119,9 @@ class Ranks:
         others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
         if others:
             raise RankError(
-                f"the processes do not agree on {what}: rank {others[0]} has another than rank 0. All of them must make "
-                "the same call, with the same weights, data and options (seed random initialisation, and load the same "
-                "files)"
+                f"the processes do not agree on {what}: rank {others[0]} has another than rank 0. All of them must "
+                "make the same call, with the same weights, data and options (seed random initialisation, and load the "
+                "same files)"
             )
 
     # --- how ---------------------------------------------------------------------------------------------
@@ -185,6 +185,19 @@ def current() -> Ranks:
     if _apart or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return ALONE
     return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def one_process(what: str) -> None:
+    """Refuse several processes, for what is done by one.
+
+    Raises:
+        RankError: there are several.
+    """
+    if current().size > 1:
+        raise RankError(
+            f"{what} works in one process, and there are {current().size}. Call it in one of them alone, inside `with "
+            "whence.distributed.alone():`, with a model that this one holds whole"
+        )
 
 
 def _as_sent(error: Exception) -> Exception:

@@ -34,12 +34,16 @@ def shard(model: nn.Module) -> nn.Module:
         )
     device = next(iter(model.parameters())).device
     if device.type == "meta":
-        raise ModelError("the model's parameters are on the meta device, without numbers; load its weights first")
+        raise ModelError(
+            "the model's parameters are on the meta device, without numbers; load its weights first"
+        )
     mesh = init_device_mesh(device.type, (ranks.size,))
     for module in list(model.modules()):
         if module is not model and isinstance(module, (nn.ModuleList, nn.Sequential)):
             for block in module:
-                if any(True for _ in block.parameters()) and not isinstance(block, (nn.ModuleList, nn.Sequential)):
+                if any(True for _ in block.parameters()) and not isinstance(
+                    block, (nn.ModuleList, nn.Sequential)
+                ):
                     fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     return model

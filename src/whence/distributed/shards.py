@@ -68,7 +68,7 @@ class Shards:
                 found = found.movedim(0, len(lead)).flatten(len(lead), len(lead) + 1)
                 rows = self.shapes[name][0] if len(self.shapes[name]) else 1
                 found = found.narrow(len(lead), 0, rows)
-                yield name, found.reshape(*lead, *self.shapes[name])
+                yield name, found.reshape((*lead, *self.shapes[name]))
 
     def summed(self, wholes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """This process's parts of the sums over all processes; tensors may be overwritten."""

@@ -1,10 +1,10 @@
 """`ShardedNetwork`: a model that ``fully_shard`` (FSDP2) has parted over processes, as a `Network`.
 
-Every process holds its rows of each parameter, and of every vector the same rows. A pass gathers one block's parameters
-at a time, and is made by all processes together, each over its share of the examples; the backward pass hands every
-process its rows of the gradient's mean over processes. Parameters cannot be swapped for others in there, so there are no
-dual numbers: tangents come from finite differences, for which each process moves its own rows in place, and puts them
-back as they were, bit for bit.
+Every process holds its rows of each parameter, and of every vector the same rows. A pass gathers one block's
+parameters at a time, and is made by all processes together, each over its share of the examples; the backward pass
+hands every process its rows of the gradient's mean over processes. Parameters cannot be swapped for others in there, so
+there are no dual numbers: tangents come from finite differences, for which each process moves its own rows in place,
+and puts them back as they were, bit for bit.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ def _check_parted(name: str, parameter: Any, ranks: Ranks) -> None:
     mesh, placements = parameter.device_mesh, parameter.placements
     if mesh.ndim != 1 or mesh.size() != ranks.size or not (placements[0].is_shard(0)):
         raise ModelError(
-            f"{name!r} is placed as {placements} on {mesh}; supported is fully_shard over all {ranks.size} processes in "
-            "one dimension, by rows (no replicas, no tensor parallelism)"
+            f"{name!r} is placed as {placements} on {mesh}; supported is fully_shard over all {ranks.size} processes "
+            "in one dimension, by rows (no replicas, no tensor parallelism)"
         )
 
 

@@ -75,8 +75,8 @@ def check_mode(model: nn.Module) -> None:
     if hasattr(model, "hf_device_map") and len(devices) > 1:
         raise ModelError(
             f"device_map has put the model's parameters on several devices ({', '.join(devices)}), some of them "
-            "perhaps on the disk, from where they are fetched for a pass; that is not supported. Load it on one device, "
-            "or shard it over several processes (docs/many-gpus.md)"
+            "perhaps on the disk, from where they are fetched for a pass; that is not supported. Load it on one "
+            "device, or shard it over several processes (docs/many-gpus.md)"
         )
     if "meta" in devices:
         raise ModelError(

@@ -78,7 +78,7 @@ class Matrix:
         weight = matrix if self.bias is None else matrix[..., :-1]
         if self.transposed:
             weight = weight.transpose(-1, -2)
-        found = {self.weight: weight.reshape(*matrix.shape[:-2], *shape)}
+        found = {self.weight: weight.reshape((*matrix.shape[:-2], *shape))}
         return found if self.bias is None else found | {self.bias: matrix[..., -1].contiguous()}
 
 

@@ -122,7 +122,8 @@ def curvatures(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """``t_iᵀ S_i t_i`` with ``t = J v`` for every example i, summed over its terms: forwards only, no backward.
 
-    Of this process's share of the examples. Yields, micro-batch by micro-batch, the examples' indices and their ``[columns, examples]`` in float64.
+    Of this process's share of the examples. Yields, micro-batch by micro-batch, the examples' indices and their
+    ``[columns, examples]`` in float64.
     """
     vector = parent.network.opened(vector)
     for batch in parent.shares(positions, parent.micro_batch, weights):

@@ -531,8 +531,8 @@ def _check_options(
         )
     if gnh.network.together:
         raise OptionError(
-            "EK-FAC reads whole layers, and the model is sharded over processes; use solver='cg' or 'lissa', or a model "
-            "that every process holds whole"
+            "EK-FAC reads whole layers, and the model is sharded over processes; use solver='cg' or 'lissa', or a "
+            "model that every process holds whole"
         )
     if curvature not in ("auto", "exact", "sampled"):
         raise OptionError(f"curvature is {curvature!r}; it must be 'auto', 'exact' or 'sampled'")

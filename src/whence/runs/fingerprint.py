@@ -70,7 +70,7 @@ def _pieces(value: Any) -> Iterable[bytes | memoryview]:
         flat = value.detach().cpu().contiguous().reshape(-1)
         yield f"tensor{tuple(value.shape)}{value.dtype}".encode()
         if flat.numel():
-            yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            yield memoryview(flat.view(torch.uint8).numpy())
     elif isinstance(value, Mapping):
         yield f"mapping{len(value)}".encode()
         for key in sorted(value, key=str):

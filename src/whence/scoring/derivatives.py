@@ -80,7 +80,7 @@ def gradient_products(gnh: GaussNewton, directions: ParamVector, batch: Batch) -
     whole gradient never exists.
     """
     square = 0.0
-    rows = {name: tensor.flatten(1) for name, tensor in directions.items()}
+    rows = {name: tensor.reshape(len(tensor), -1) for name, tensor in directions.items()}
     total = torch.zeros(directions.columns or 1, dtype=torch.float64, device=batch.targets.device)
 
     def receive(name: str, gradient: Tensor) -> None:
@@ -121,8 +121,8 @@ def layer_products(
             if norms:
                 gradient = passed.gradients(name)
                 if gradient is not None:
-                    flat = network.scaled(name, gradient).flatten(1)
-                    total.add_(rows.flatten(1) @ flat.T)
+                    flat = network.scaled(name, gradient).reshape(n, -1)
+                    total.add_(rows.reshape(len(rows), -1) @ flat.T)
                     # a few at a time, since they are copied into float64
                     lengths = [
                         torch.linalg.vector_norm(few, dim=1, dtype=total.dtype) for few in flat.split(64)

@@ -100,8 +100,8 @@ class Scorer:
             missing = dict.fromkeys(gnh.network.parameters, "the model is sharded over processes")
             if method == "gradients":
                 raise OptionError(
-                    "method is 'gradients', of an example at a time, and all processes of a sharded model pass together; "
-                    "use 'directional' or 'auto'"
+                    "method is 'gradients', of an example at a time, and all processes of a sharded model pass "
+                    "together; use 'directional' or 'auto'"
                 )
         else:
             self._costs["gradients"] = self.work.gradients(self._count)

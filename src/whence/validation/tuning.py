@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from whence.attribution import Attribution, attribute
+from whence.distributed import one_process
 from whence.errors import DataError, OptionError
 from whence.model.selection import ParameterFilter
 from whence.options import MeasureOptions, chosen_options, takes
@@ -246,6 +247,7 @@ def tune(
         >>> len(found.lds), found.gain.value >= 0
         (12, True)
     """
+    one_process("tune")
     chosen = chosen_options(MeasureOptions, options, given)
     grid = _grid(multiples)
     if type(halves) is not int or halves < _LEAST_HALVES:

@@ -23,6 +23,7 @@ from torch import nn
 from whence.attribution import Attribution
 from whence.attribution.damping import metric_again
 from whence.attribution.identity import operator_identity, recognise
+from whence.distributed import one_process
 from whence.errors import OptionError, RunDirectoryError, SolverError, WhenceError, WhenceWarning
 from whence.model.data import TermSet
 from whence.model.gauss_newton import GaussNewton
@@ -104,6 +105,7 @@ def validate(
         >>> validation["fine-tuning"].verdict
         'trust'
     """
+    one_process("validate")
     check_options(budget_seconds, points)
     settings = result.settings
     gnh = GaussNewton(

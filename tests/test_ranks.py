@@ -1,0 +1,148 @@
+"""Several processes give what one does: vectors in parts, shares of passes, run directories, refusals.
+
+The cases are in `on_ranks`: programs of two (four) processes run them and save what they found, and so does this one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import on_ranks
+from whence.attribution import load
+
+PROGRAM = Path(on_ranks.__file__)
+FAST = ["vectors", "products", "preconditioners", "spectrum", "scores", "attribute", "quick", "sharded"]
+SLOW = ["lissa", "float32", "llama", "llama, quick", "lora", "sharded cg", "sharded lissa"]
+
+
+def program(processes: int, out: Path, *names: str) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [*torchrun, str(PROGRAM), str(out), *names]
+
+
+def run(processes: int, out: Path, *names: str) -> dict[str, Any]:
+    done = subprocess.run(program(processes, out, *names), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return torch.load(out, weights_only=False)  # type: ignore[no-any-return]
+
+
+def numbers(found: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            yield from numbers(value, f"{name}/{key}")
+    elif isinstance(found, Sequence) and not isinstance(found, str):
+        for number, value in enumerate(found):
+            yield from numbers(value, f"{name}/{number}")
+    else:
+        yield name, found
+
+
+def check_same(found: Any, expected: Any, tolerance: float) -> None:
+    here, there = dict(numbers(found)), dict(numbers(expected))
+    assert here.keys() == there.keys()
+    for name, value in there.items():
+        if isinstance(value, (str, bool)):
+            assert here[name] == value, name
+            continue
+        mine, theirs = (torch.as_tensor(number).double() for number in (here[name], value))
+        assert mine.shape == theirs.shape, name
+        assert float((mine - theirs).abs().max()) <= tolerance * float(theirs.abs().max()), name
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(2, tmp_path_factory.mktemp("two") / "found.pt", *FAST, "refused")
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_two_processes_find_what_one_does(name: str, on_two: dict[str, Any]) -> None:
+    # finite differences of float64 are off by 1e-9 or so, whatever their step, which rounding moves
+    check_same(on_two[name], on_ranks.CASES[name](), 1e-7 if name in ("sharded", "scores") else 1e-9)
+
+
+def test_what_several_processes_cannot_do_is_refused(on_two: dict[str, Any]) -> None:
+    said = on_two["refused"]
+    assert said.keys() == {
+        "a vector that is whole",
+        "other weights",
+        "other options",
+        "clean",
+        "an example that is not finite",
+        "EK-FAC of a sharded model",
+        "exact products of one",
+        "its quick answer",
+        "its scores by gradients",
+        "in bfloat16",
+    }
+    assert "parted(vector.shards)" in said["a vector that is whole"]
+    assert said["other weights"].startswith("RankError: the processes do not agree on the model's weights")
+    assert "what was asked" in said["other options"]
+    assert said["clean"].startswith("RankError: clean works in one process")
+    assert said["an example that is not finite"].startswith("DataError: example 37")
+    assert "solver='cg'" in said["EK-FAC of a sharded model"]
+    assert "finite-difference" in said["exact products of one"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_more_cases_on_more_processes(processes: int, tmp_path: Path) -> None:
+    names = [*SLOW, *(FAST if processes == 4 else ())]
+    found = run(processes, tmp_path / "found.pt", *names)
+    for name in names:
+        inexact = name in ("sharded", "scores", "sharded cg", "sharded lissa")
+        tolerance = 1e-4 if name == "float32" else 1e-7 if inexact else 1e-9
+        check_same(found[name], on_ranks.CASES[name](), tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["cg", "lissa"])
+def test_a_run_that_lost_a_process_goes_on_with_another_number_of_them(solver: str, tmp_path: Path) -> None:
+    expected = on_ranks.in_directory(str(tmp_path / "alone"), solver)
+    directory = tmp_path / "run"
+    for processes in (4, 2):
+        begun = subprocess.Popen(
+            program(processes, tmp_path / "found.pt", f"{solver}@{directory}"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        waited = time.monotonic()
+        while not list(directory.glob("solve-1.*")) and time.monotonic() - waited < 120:
+            assert begun.poll() is None
+            time.sleep(0.01)
+        os.kill(children(begun.pid)[-1], signal.SIGKILL)
+        assert begun.wait(timeout=60) != 0
+    check_same(on_ranks.in_directory(str(directory), solver), expected, 1e-9)
+    assert math.isfinite(float(load(directory).scores.sum()))
+
+
+def children(parent: int) -> list[int]:
+    """Processes that one has started."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=True)
+    return [int(word) for word in found.stdout.split()]
+
+
+def test_tensors_are_parted_as_by_dtensor() -> None:
+    from whence.distributed import Ranks, Shards
+
+    for rows in (1, 2, 3, 4, 5, 9):
+        whole = torch.arange(float(rows * 2)).reshape(rows, 2)
+        parts: list[Tensor] = []
+        for rank in range(4):
+            parts.append(Shards(Ranks(rank, 4), {"w": whole.shape}).part("w", whole))
+        chunks = whole.chunk(4)
+        assert [len(part) for part in parts[: len(chunks)]] == [len(chunk) for chunk in chunks]
+        assert torch.equal(torch.cat(parts), whole)
