@@ -4,8 +4,9 @@
 
 A small Llama, LoRA on it and an MLP are attributed by 1, 2 and 4 processes over gloo, in float64 and in float32, with
 the model whole on each and sharded over all: the largest difference of any score from one process's, relative to the
-largest score; the seconds of the call on the slowest process; and the peak memory of the process with most. Then runs
-with a directory lose a process to SIGKILL at a random moment, and are gone on with by another number of them.
+largest score; the seconds of the call on the slowest process; and the peak memory, up to then, of the process with
+most (a program goes all ways, one after the other). Written to ``results/ranks.json``. Then runs with a directory lose a
+process to SIGKILL at a random moment, and are gone on with by another number of them (``results/ranks_killed.json``).
 
 All processes share this machine's cores, so seconds say what sharing costs here, and nothing of many GPUs.
 """
@@ -31,7 +32,7 @@ from torch import nn
 
 import whence
 from benchmarks.timing import report, save
-from whence.distributed import launched, shard
+from whence.distributed import Ranks, launched, shard
 
 #: What scores may differ by.
 ALLOWED = {"float64": 1e-9, "float32": 1e-4}
@@ -107,23 +108,30 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def _attribute(work: str, way: str, dtype: str, run_dir: str | None) -> dict[str, Any]:
-    """On every process: the scores, the seconds, and the peak memory in bytes before and after."""
+#: Every work goes these ways; the MLP all of them.
+USUAL = ("cg", "quick", "sharded cg")
+
+
+def _ways(work: str) -> list[str]:
+    return list(WAYS) if work == "mlp" else list(USUAL)
+
+
+def _attribute(work: str, way: str, dtype: str, run_dir: str | None, ranks: Ranks) -> dict[str, Any]:
+    """On every process: the scores, the seconds, and the peak memory in bytes so far."""
     model, data, task = WORKS[work]()
     kind = getattr(torch, dtype)
     model = model.to(kind).eval()
     if work == "mlp":
         data = [(x.to(kind), y) for x, y in data]
-    with launched() as ranks:
-        if way.startswith("sharded") and ranks.size > 1:
-            shard(model)
-        begun, before = time.perf_counter(), _peak()
-        result = whence.attribute(
-            model, data, data[:3], task=task, run_dir=run_dir, checkpoint_seconds=0.01, **WAYS[way]
-        )
-        numbers = torch.tensor([time.perf_counter() - begun, before, _peak()], dtype=torch.float64)
-        worst = ranks.largest(numbers).tolist()
-        return {"rank": ranks.rank, "scores": result.scores, "solver": result.solve.solver, "numbers": worst}
+    if way.startswith("sharded") and ranks.size > 1:
+        shard(model)
+    begun = time.perf_counter()
+    result = whence.attribute(
+        model, data, data[:3], task=task, run_dir=run_dir, checkpoint_seconds=0.01, **WAYS[way]
+    )
+    numbers = torch.tensor([time.perf_counter() - begun, _peak()], dtype=torch.float64)
+    worst = ranks.largest(numbers).tolist()
+    return {"scores": result.scores, "solver": result.solve.solver, "numbers": worst}
 
 
 def _peak() -> float:
@@ -138,14 +146,17 @@ def _command(processes: int, *words: str) -> list[str]:
     return [sys.executable, "-m", *(launcher if processes > 1 else []), "benchmarks.ranks", _PROGRAM, *words]
 
 
-def _found(processes: int, work: str, way: str, dtype: str, directory: Path | None = None) -> dict[str, Any]:
+def _found(
+    processes: int, work: str, way: str, dtype: str, directory: Path | None = None
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """(way, dtype) -> what was found; all of a work's ways and both dtypes where these are "all"."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "found.pt"
         command = _command(processes, work, way, dtype, str(out), str(directory or ""))
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr[-4000:])
-        found: dict[str, Any] = torch.load(out, weights_only=False)
+        found: dict[tuple[str, str], dict[str, Any]] = torch.load(out, weights_only=False)
         return found
 
 
@@ -157,26 +168,24 @@ def _off(found: dict[str, Any], expected: dict[str, Any]) -> float:
 def _sizes(works: list[str]) -> list[dict[str, Any]]:
     rows = []
     for work in works:
-        for way in WAYS:
-            for dtype in ALLOWED:
-                expected = _found(1, work, way, dtype)
-                for size in SIZES:
-                    found = expected if size == 1 else _found(size, work, way, dtype)
-                    seconds, before, after = found["numbers"]
-                    rows.append(
-                        {
-                            "work": work,
-                            "way": way,
-                            "dtype": dtype,
-                            "processes": size,
-                            "solver": found["solver"],
-                            "difference": _off(found, expected),
-                            "seconds": seconds,
-                            "peak_bytes": after,
-                            "peak_bytes_before": before,
-                        }
-                    )
-                    print(rows[-1], flush=True)
+        expected = _found(1, work, "all", "all")
+        for size in SIZES:
+            found = expected if size == 1 else _found(size, work, "all", "all")
+            for (way, dtype), mine in found.items():
+                seconds, peak = mine["numbers"]
+                rows.append(
+                    {
+                        "work": work,
+                        "way": way,
+                        "dtype": dtype,
+                        "processes": size,
+                        "solver": mine["solver"],
+                        "difference": _off(mine, expected[way, dtype]),
+                        "seconds": seconds,
+                        "peak_bytes_so_far": peak,
+                    }
+                )
+                print(rows[-1], flush=True)
     return rows
 
 
@@ -186,8 +195,8 @@ def _sizes(works: list[str]) -> list[dict[str, Any]]:
 def _kills(count: int) -> list[dict[str, Any]]:
     """A run loses a random process at a random moment, and is gone on with by another number of them."""
     choose, rows = random.Random(0), []
-    kinds = [("mlp", "cg"), ("mlp", "lissa"), ("llama", "cg"), ("mlp", "sharded cg")]
-    expected = {kind: _found(1, *kind, "float64") for kind in kinds}
+    kinds = [("mlp", "cg"), ("mlp", "lissa"), ("mlp", "quick"), ("mlp", "sharded cg")]
+    expected = {kind: _found(1, *kind, "float64")[kind[1], "float64"] for kind in kinds}
     takes = {kind: _lasting(kind) for kind in kinds}
     for number in range(count):
         kind = kinds[number % len(kinds)]
@@ -196,7 +205,7 @@ def _kills(count: int) -> list[dict[str, Any]]:
         moment = choose.uniform(*takes[kind])
         lost = _kill_one(first, kind, directory / "run", moment, choose)
         begun = time.perf_counter()
-        found = _found(then, *kind, "float64", directory / "run")
+        found = _found(then, *kind, "float64", directory / "run")[kind[1], "float64"]
         rows.append(
             {
                 "work": kind[0],
@@ -210,6 +219,7 @@ def _kills(count: int) -> list[dict[str, Any]]:
             }
         )
         print(rows[-1], flush=True)
+        save("ranks_killed", rows)  # so far
         shutil.rmtree(directory)
     return rows
 
@@ -268,9 +278,13 @@ def main() -> None:
     if _PROGRAM in sys.argv:
         torch.set_num_threads(1)
         work, way, dtype, out, directory = sys.argv[sys.argv.index(_PROGRAM) + 1 :]
-        found = _attribute(work, way, dtype, directory or None)
-        if found["rank"] == 0:
-            torch.save(found, out)
+        ways = _ways(work) if way == "all" else [way]
+        dtypes = list(ALLOWED) if dtype == "all" else [dtype]
+        with launched() as ranks:
+            pairs = [(each, kind) for each in ways for kind in dtypes]
+            found = {pair: _attribute(work, *pair, directory or None, ranks) for pair in pairs}
+            if ranks.rank == 0:
+                torch.save(found, out)
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -278,8 +292,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--only", nargs="*", default=list(WORKS), choices=list(WORKS))
     given = parser.parse_args()
-    sizes = _sizes(given.only)
-    kills = _kills(given.kills)
+    if given.only:
+        _report_sizes(_sizes(given.only))
+    if given.kills:
+        _report_kills(_kills(given.kills))
+
+
+def _report_sizes(sizes: list[dict[str, Any]]) -> None:
+    save("ranks", sizes)
     report(
         "Processes",
         ["work", "way", "dtype", "processes", "difference", "allowed", "", "seconds", "peak MB"],
@@ -290,11 +310,15 @@ def main() -> None:
                 f"{ALLOWED[row['dtype']]:g}",
                 "PASS" if row["difference"] <= ALLOWED[row["dtype"]] else "MISS",
                 f"{row['seconds']:.2f}",
-                f"{row['peak_bytes'] / 2**20:.0f}",
+                f"{row['peak_bytes_so_far'] / 2**20:.0f}",
             ]
             for row in sizes
         ],
     )
+
+
+def _report_kills(kills: list[dict[str, Any]]) -> None:
+    save("ranks_killed", kills)
     report(
         "Killed, and gone on with",
         ["work", "way", "processes", "then", "killed", "ended after s", "difference", ""],
@@ -308,7 +332,6 @@ def main() -> None:
             for row in kills
         ],
     )
-    save("ranks", {"sizes": sizes, "kills": kills})
 
 
 if __name__ == "__main__":
