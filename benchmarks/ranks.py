@@ -5,8 +5,8 @@
 A small Llama, LoRA on it and an MLP are attributed by 1, 2 and 4 processes over gloo, in float64 and in float32, with
 the model whole on each and sharded over all: the largest difference of any score from one process's, relative to the
 largest score; the seconds of the call on the slowest process; and the peak memory, up to then, of the process with
-most (a program goes all ways, one after the other). Written to ``results/ranks.json``. Then runs with a directory lose a
-process to SIGKILL at a random moment, and are gone on with by another number of them (``results/ranks_killed.json``).
+most (a program goes all ways, one after the other). Written to ``results/ranks.json``. Then runs with a directory lose
+a process to SIGKILL at a random moment, and are gone on with by another number of them (``results/ranks_killed.json``).
 
 All processes share this machine's cores, so seconds say what sharing costs here, and nothing of many GPUs.
 """
