@@ -18,12 +18,12 @@ import os
 import random
 import resource
 import shutil
-import signal
-import subprocess
-import sys
+import socket
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from whence.distributed import Ranks, launched, shard
 #: What scores may differ by.
 ALLOWED = {"float64": 1e-9, "float32": 1e-4}
 SIZES = (1, 2, 4)
-_PROGRAM = "--on-each-process"
 
 
 # --- works -------------------------------------------------------------------------------------------------------
@@ -140,23 +139,47 @@ def _peak() -> float:
 
 # --- processes ---------------------------------------------------------------------------------------------------
 
-
-def _command(processes: int, *words: str) -> list[str]:
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-    return [sys.executable, "-m", *(launcher if processes > 1 else []), "benchmarks.ranks", _PROGRAM, *words]
+Found = dict[tuple[str, str], dict[str, Any]]
 
 
-def _found(
-    processes: int, work: str, way: str, dtype: str, directory: Path | None = None
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """(way, dtype) -> what was found; all of a work's ways and both dtypes where these are "all"."""
+def _one(
+    rank: int, size: int, port: int, work: str, pairs: list[tuple[str, str]], out: Path, directory: str
+) -> None:
+    """What one of the processes does, as a program under torchrun would."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    with launched() as ranks:
+        found = {pair: _attribute(work, *pair, directory or None, ranks) for pair in pairs}
+        if ranks.rank == 0:
+            torch.save(found, out)
+
+
+def _begin(
+    size: int, work: str, pairs: list[tuple[str, str]], out: Path, directory: Path | str = ""
+) -> list[ForkProcess]:
+    """So many processes, forked from this one, which has never run a model: no time goes into imports."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = get_context("fork")
+    begun = [
+        context.Process(target=_one, args=(rank, size, port, work, pairs, out, str(directory)), daemon=True)
+        for rank in range(size)
+    ]
+    for process in begun:
+        process.start()
+    return begun
+
+
+def _found(size: int, work: str, pairs: list[tuple[str, str]], directory: Path | str = "") -> Found:
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "found.pt"
-        command = _command(processes, work, way, dtype, str(out), str(directory or ""))
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr[-4000:])
-        found: dict[tuple[str, str], dict[str, Any]] = torch.load(out, weights_only=False)
+        for process in _begin(size, work, pairs, out, directory):
+            process.join()
+            if process.exitcode:
+                raise RuntimeError(f"{work} {pairs} on {size} processes ended with {process.exitcode}")
+        found: Found = torch.load(out, weights_only=False)
         return found
 
 
@@ -168,9 +191,10 @@ def _off(found: dict[str, Any], expected: dict[str, Any]) -> float:
 def _sizes(works: list[str]) -> list[dict[str, Any]]:
     rows = []
     for work in works:
-        expected = _found(1, work, "all", "all")
+        pairs = [(way, dtype) for way in _ways(work) for dtype in ALLOWED]
+        expected = _found(1, work, pairs)
         for size in SIZES:
-            found = expected if size == 1 else _found(size, work, "all", "all")
+            found = expected if size == 1 else _found(size, work, pairs)
             for (way, dtype), mine in found.items():
                 seconds, peak = mine["numbers"]
                 rows.append(
@@ -186,6 +210,7 @@ def _sizes(works: list[str]) -> list[dict[str, Any]]:
                     }
                 )
                 print(rows[-1], flush=True)
+            save("ranks", rows)  # so far
     return rows
 
 
@@ -195,27 +220,31 @@ def _sizes(works: list[str]) -> list[dict[str, Any]]:
 def _kills(count: int) -> list[dict[str, Any]]:
     """A run loses a random process at a random moment, and is gone on with by another number of them."""
     choose, rows = random.Random(0), []
-    kinds = [("mlp", "cg"), ("mlp", "lissa"), ("mlp", "quick"), ("mlp", "sharded cg")]
-    expected = {kind: _found(1, *kind, "float64")[kind[1], "float64"] for kind in kinds}
-    takes = {kind: _lasting(kind) for kind in kinds}
+    expected = {way: _found(1, "mlp", [(way, "float64")])[way, "float64"] for way in WAYS}
+    lasts: dict[tuple[str, int], float] = {}
     for number in range(count):
-        kind = kinds[number % len(kinds)]
+        way = list(WAYS)[number % len(WAYS)]
         first, then = choose.choice([(4, 2), (2, 1), (2, 4), (4, 1)])
         directory = Path(tempfile.mkdtemp())
-        moment = choose.uniform(*takes[kind])
-        lost = _kill_one(first, kind, directory / "run", moment, choose)
+        if (way, first) not in lasts:
+            begun = time.perf_counter()
+            _found(first, "mlp", [(way, "float64")], directory / "whole")
+            lasts[way, first] = time.perf_counter() - begun
+        moment = choose.uniform(0.0, lasts[way, first])
+        lost = _kill_one(first, way, directory / "run", moment, choose)
         begun = time.perf_counter()
-        found = _found(then, *kind, "float64", directory / "run")[kind[1], "float64"]
+        found = _found(then, "mlp", [(way, "float64")], directory / "run")[way, "float64"]
         rows.append(
             {
-                "work": kind[0],
-                "way": kind[1],
+                "work": "mlp",
+                "way": way,
                 "processes": first,
                 "then": then,
+                "lasts": lasts[way, first],
                 "moment": moment,
                 **lost,
                 "seconds_to_go_on": time.perf_counter() - begun,
-                "difference": _off(found, expected[kind]),
+                "difference": _off(found, expected[way]),
             }
         )
         print(rows[-1], flush=True)
@@ -224,49 +253,23 @@ def _kills(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _lasting(kind: tuple[str, str]) -> tuple[float, float]:
-    """Seconds from the directory's first sign to the result, on four processes; from 0 on."""
-    directory = Path(tempfile.mkdtemp())
-    begun = _begin(4, kind, directory / "run")
-    _await(directory / "run" / "manifest.json", begun)
-    first = time.perf_counter()
-    _await(directory / "run" / "result.json", begun)
-    last = time.perf_counter()
-    begun.wait()
-    shutil.rmtree(directory)
-    return 0.0, last - first
-
-
-def _begin(processes: int, kind: tuple[str, str], directory: Path) -> subprocess.Popen[bytes]:
-    out = directory.parent / "found.pt"
-    return subprocess.Popen(
-        _command(processes, *kind, "float64", str(out), str(directory)), stderr=subprocess.DEVNULL
-    )
-
-
-def _await(path: Path, program: subprocess.Popen[bytes]) -> None:
-    while not path.exists() and program.poll() is None:
-        time.sleep(0.02)
-
-
-def _kill_one(
-    processes: int, kind: tuple[str, str], directory: Path, moment: float, choose: random.Random
-) -> dict[str, Any]:
-    begun = _begin(processes, kind, directory)
-    _await(directory / "manifest.json", begun)
+def _kill_one(size: int, way: str, directory: Path, moment: float, choose: random.Random) -> dict[str, Any]:
+    begun = _begin(size, "mlp", [(way, "float64")], directory.parent / "found.pt", directory)
     time.sleep(moment)
-    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(begun.pid)], capture_output=True, text=True)
-    pids = sorted(int(word) for word in told.stdout.split())
-    victim = choose.randrange(processes)
-    if len(pids) == processes and begun.poll() is None:
-        os.kill(pids[victim], signal.SIGKILL)
-    killed = time.perf_counter()
-    code = begun.wait()
-    artifacts = [path.name for path in directory.glob("*") if path.suffix != ".html"]
+    victim = choose.randrange(size)
+    killed = begun[victim].is_alive()
+    begun[victim].kill()
+    since = time.perf_counter()
+    for process in begun:
+        process.join()
+    artifacts = [
+        path for path in directory.rglob("*") if path.suffix in (".json", ".safetensors", ".parquet")
+    ]
     return {
-        "killed": code != 0,
+        "killed": killed,
         "rank": victim,
-        "seconds_until_all_ended": time.perf_counter() - killed,
+        "seconds_until_all_ended": time.perf_counter() - since,
+        "exit_codes": [process.exitcode for process in begun],
         "files": len(artifacts),
     }
 
@@ -275,17 +278,6 @@ def _kill_one(
 
 
 def main() -> None:
-    if _PROGRAM in sys.argv:
-        torch.set_num_threads(1)
-        work, way, dtype, out, directory = sys.argv[sys.argv.index(_PROGRAM) + 1 :]
-        ways = _ways(work) if way == "all" else [way]
-        dtypes = list(ALLOWED) if dtype == "all" else [dtype]
-        with launched() as ranks:
-            pairs = [(each, kind) for each in ways for kind in dtypes]
-            found = {pair: _attribute(work, *pair, directory or None, ranks) for pair in pairs}
-            if ranks.rank == 0:
-                torch.save(found, out)
-        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

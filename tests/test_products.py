@@ -165,7 +165,7 @@ def test_one_sided_bias_is_quadratic_in_the_step(monkeypatch: pytest.MonkeyPatch
     gnh.matvec(vector)  # calibrates
     errors = []
     for aim in (0.08, 0.04, 0.02):
-        monkeypatch.setattr(FiniteDifferences, "_aim", lambda self, outputs, batch, aim=aim: aim)
+        monkeypatch.setattr(FiniteDifferences, "_aim", lambda self, some, aim=aim: aim)
         monkeypatch.setattr("whence.model.finite_difference._ACCEPT", 1.001)
         plus, minus = (SampledGaussNewton(gnh, everything, None, sign).matvec(vector) for sign in (1, -1))
         mean = plus.clone().lerp_(minus, 0.5)

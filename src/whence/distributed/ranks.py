@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -52,17 +52,14 @@ class Ranks:
         """The largest over all processes, entry by entry; may overwrite the tensor."""
         return self._reduced(tensor, dist.ReduceOp.MAX)
 
-    def joined(self, numbers: Tensor) -> Tensor:
-        """Rows of numbers, as many as each process has, one process after the other."""
+    def joined(self, numbers: Tensor, counts: Sequence[int]) -> Tensor:
+        """Numbers of all processes, one after the other: so many of each."""
         if self.size == 1:
             return numbers
-        counts = torch.zeros(self.size, dtype=torch.int64)
-        counts[self.rank] = len(numbers)
-        counts = self.sum(counts)
-        padded = numbers.new_zeros(int(counts.max()), *numbers.shape[1:])
+        padded = numbers.new_zeros(max(counts))
         padded[: len(numbers)] = numbers
         every = self.gathered(padded)
-        return torch.cat([rows[:count] for rows, count in zip(every, counts.tolist(), strict=True)])
+        return torch.cat([row[:count] for row, count in zip(every, counts, strict=True)])
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """A tensor of one shape from every process: ``[size, *shape]``."""

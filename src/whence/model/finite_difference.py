@@ -42,9 +42,10 @@ _EXTRAPOLATE_SCORES_ABOVE = 1e-2  # the same for scores, whose solver's error is
 
 @dataclass
 class BaseForward:
-    """The pass at θ: outputs, the leaves of their graph (if any), and the pattern of kinks."""
+    """The pass at θ: outputs, some of their numbers, the leaves of their graph (if any), and the pattern of kinks."""
 
     outputs: Tensor
+    some: Tensor
     leaves: dict[str, Tensor] = field(default_factory=dict)
     patterns: list[Any] = field(default_factory=list)
 
@@ -62,6 +63,9 @@ class StepMemory:
     gain: float | None
     curvature: float | None
     epsilon: float
+
+
+_NOTHING = BaseForward(torch.empty(0), torch.empty(0))
 
 
 class FiniteDifferences:
@@ -101,7 +105,8 @@ class FiniteDifferences:
         with torch.set_grad_enabled(graph), record as recorder:
             leaves = self.network.leaves() if graph else {}
             outputs = self.network.outputs(batch, leaves or None)
-        return BaseForward(outputs, leaves, recorder.patterns if recorder is not None else [])
+        patterns = recorder.patterns if recorder is not None else []
+        return BaseForward(outputs, self._some(outputs, batch), leaves, patterns)
 
     def tangent(
         self, base: BaseForward, batch: Batch, vector: ParamVector, sign: int | None = None
@@ -115,9 +120,9 @@ class FiniteDifferences:
             return torch.zeros_like(base.outputs)
         origin = base.outputs.detach()
         if sign is not None and self.curvature is not None:
-            ahead, step = self._ahead(sign, origin, base, batch, vector, norm)
+            ahead, _, step = self._ahead(sign, base, batch, vector, norm)
             return ahead.sub_(origin).div_(sign * step)
-        return self._central(origin, base, batch, vector, norm)
+        return self._central(base, batch, vector, norm)
 
     def calibrate(self, batch: Batch, vector: ParamVector) -> tuple[StepMemory, float]:
         """What `loss_derivatives` needs to know of a direction, measured on one batch: memory and δ."""
@@ -125,7 +130,7 @@ class FiniteDifferences:
         base = self.base(batch, graph=False)
         self.tangent(base, batch, vector)
         norm = float(vector.norm())
-        return self.memory, self._first_guess(self._aim(base.outputs, batch)) / norm if norm else 1.0
+        return self.memory, self._first_guess(self._aim(base.some)) / norm if norm else 1.0
 
     def loss_derivatives(
         self,
@@ -141,31 +146,30 @@ class FiniteDifferences:
         forwards; where the network has kinks, a pass at θ records them first.
         """
         self.memory, step = calibration
-        kinks = self.base(batch, graph=False) if self._kinked else BaseForward(torch.empty(0))
+        kinks = self.base(batch, graph=False) if self._kinked else _NOTHING
         for attempt in range(_MAX_CORRECTIONS):
             ahead = self._outputs_at(step, kinks, batch, vector)
             behind = self._outputs_at(-step, kinks, batch, vector)
-            aim, moved = self._aim(ahead, batch), self._largest_rms(ahead, behind, batch) / 2
+            some = self._some(ahead, batch)
+            aim, moved = self._aim(some), self._largest_rms(ahead, behind, batch) / 2
             near = aim / (2 * _ACCEPT) <= moved <= aim * _ACCEPT
             if moved == 0.0 or near or attempt == _MAX_CORRECTIONS - 1:
                 break
             step *= _correction(aim, moved)
         fine = (losses(ahead) - losses(behind)).div_(2 * step)
-        if moved == 0.0 or self._expected_error(ahead, moved, batch) <= _EXTRAPOLATE_SCORES_ABOVE:
+        if moved == 0.0 or self._expected_error(some, moved) <= _EXTRAPOLATE_SCORES_ABOVE:
             return fine
         del ahead, behind
         far = losses(self._outputs_at(2 * step, kinks, batch, vector))
         far -= losses(self._outputs_at(-2 * step, kinks, batch, vector))
         return fine.mul_(4).sub_(far.div_(4 * step)).div_(3)
 
-    def _central(
-        self, origin: Tensor, base: BaseForward, batch: Batch, vector: ParamVector, norm: float
-    ) -> Tensor:
+    def _central(self, base: BaseForward, batch: Batch, vector: ParamVector, norm: float) -> Tensor:
         """Central differences; their second differences show whether δ was well chosen."""
         for _ in range(_MAX_CORRECTIONS):
-            ahead, step = self._ahead(1, origin, base, batch, vector, norm)
+            ahead, plus, step = self._ahead(1, base, batch, vector, norm)
             behind = self._outputs_at(-step, base, batch, vector)
-            plus, zero, minus = (self._some(outputs, batch) for outputs in (ahead, origin, behind))
+            zero, minus = base.some, self._some(behind, batch)
             moved = _rms(plus - minus) / 2
             if moved == 0.0:
                 break
@@ -176,14 +180,14 @@ class FiniteDifferences:
                 self._epsilon = _COARSEST
                 continue
             self.curvature = curved / moved
-            if moved <= self._aim(origin, batch) * _ACCEPT:
-                if self._expected_error(origin, moved, batch) > _EXTRAPOLATE_ABOVE:
-                    return self._extrapolated(origin, step / moved, base, batch, vector)
+            if moved <= self._aim(base.some) * _ACCEPT:
+                if self._expected_error(base.some, moved) > _EXTRAPOLATE_ABOVE:
+                    return self._extrapolated(step / moved, base, batch, vector)
                 break
         return ahead.sub_(behind).div_(2 * step)
 
     def _extrapolated(
-        self, origin: Tensor, per_change: float, base: BaseForward, batch: Batch, vector: ParamVector
+        self, per_change: float, base: BaseForward, batch: Batch, vector: ParamVector
     ) -> Tensor:
         """``(4 t(δ) - t(2δ)) / 3``, whose error is O(δ⁴), for directions in which no δ is good enough.
 
@@ -191,8 +195,8 @@ class FiniteDifferences:
         curved that the δ it allows drowns in rounding. Two forwards more buy a δ several times as long.
         """
         assert self.curvature is not None
-        change = 1.5 * (1.34 * self._rounding(origin, batch) / (16 * self.curvature**4)) ** (1 / 5)
-        change = min(change, 0.15 * self.network.task.output_scale(self._some(origin, batch)))
+        change = 1.5 * (1.34 * self._rounding(base.some) / (16 * self.curvature**4)) ** (1 / 5)
+        change = min(change, 0.15 * self.network.task.output_scale(base.some))
         step = per_change * change
         fine, coarse = (
             self._outputs_at(k * step, base, batch, vector)
@@ -205,45 +209,44 @@ class FiniteDifferences:
     def _ahead(
         self,
         side: int,
-        origin: Tensor,
         base: BaseForward,
         batch: Batch,
         vector: ParamVector,
         norm: float,
-    ) -> tuple[Tensor, float]:
-        """``h(θ ± δu)`` and δ, with δ such that the outputs move as far as they should."""
-        aim = self._aim(origin, batch)
+    ) -> tuple[Tensor, Tensor, float]:
+        """``h(θ ± δu)``, some of its numbers, and δ, such that the outputs move as far as they should."""
+        aim = self._aim(base.some)
         step = self._first_guess(aim) / norm
         for attempt in range(_MAX_CORRECTIONS):
             ahead = self._outputs_at(side * step, base, batch, vector)
-            moved = _rms(self._some(ahead, batch) - self._some(origin, batch))
+            some = self._some(ahead, batch)
+            moved = _rms(some - base.some)
             if 0 < moved < float("inf"):
                 self.gain = moved / (step * norm)
             if aim / _ACCEPT <= moved <= aim * _ACCEPT or attempt == _MAX_CORRECTIONS - 1:
                 break
             step *= _correction(aim, moved)
-        return ahead, step
+        return ahead, some, step
 
-    def _aim(self, outputs: Tensor, batch: Batch) -> float:
+    def _aim(self, some: Tensor) -> float:
         """RMS change of the outputs to aim for.
 
         For a change r, rounding leaves a relative error of about ``σ/r`` in the tangent, σ = 10·ε·rms(h), and
         the third derivative about ``(κr)²``, with κ twice the relative curvature that second differences
         measure on the way. The sum is least at ``r = (σ / 2κ²)^⅓``.
         """
-        scale = self.network.task.output_scale(self._some(outputs, batch))
+        scale = self.network.task.output_scale(some)
         curvature = 2 * max(self.curvature or 0.5 / scale, 0.1 / scale)
-        return float((self._rounding(outputs, batch) / (2 * curvature**2)) ** (1 / 3))
+        return float((self._rounding(some) / (2 * curvature**2)) ** (1 / 3))
 
-    def _rounding(self, outputs: Tensor, batch: Batch) -> float:
+    def _rounding(self, some: Tensor) -> float:
         """σ: how finely the outputs are computed. A deep network rounds more than once, hence the factor."""
-        some = self._some(outputs, batch)
         return 10 * self._epsilon * max(_rms(some), self.network.task.output_scale(some))
 
-    def _expected_error(self, outputs: Tensor, change: float, batch: Batch) -> float:
+    def _expected_error(self, some: Tensor, change: float) -> float:
         """Relative error of central differences at this change of the outputs; see `_aim`."""
         assert self.curvature is not None
-        return self._rounding(outputs, batch) / change + (2 * self.curvature * change) ** 2
+        return self._rounding(some) / change + (2 * self.curvature * change) ** 2
 
     def _first_guess(self, aim: float) -> float:
         """‖δu‖ that should move the outputs by ``aim``."""
@@ -259,8 +262,11 @@ class FiniteDifferences:
             numbers = numbers // batch.size * share.whole
         stride = max(1, numbers // _NUMBERS_LOOKED_AT) | 1  # odd, so as not to walk down one column
         found = outputs.detach().reshape(-1)[::stride]
-        found = found if batch.held else found[:0]
-        return found if share is None else self.network.ranks.joined(found)
+        if share is None:
+            return found
+        each = outputs.numel() // batch.size
+        counts = [-(-each * held // stride) for held in share.of_all(self.network.ranks)]
+        return self.network.ranks.joined(found if batch.held else found[:0], counts)
 
     def _largest_rms(self, ahead: Tensor, behind: Tensor, batch: Batch) -> float:
         """RMS change of the example that moved most."""

@@ -43,6 +43,11 @@ class Share:
     held: int
     whole: int
 
+    def of_all(self, ranks: Ranks) -> list[int]:
+        """How many examples each process has."""
+        least, more = divmod(self.whole, ranks.size)
+        return [least + (rank < more) for rank in range(ranks.size)]
+
 
 @dataclass(frozen=True)
 class Batch:
