@@ -453,3 +453,10 @@ def test_what_a_model_raises_on_a_later_example_is_told_with_the_example() -> No
 def test_a_filter_that_is_no_list_is_refused() -> None:
     with pytest.raises(OptionError, match="params is 5; give a list of patterns"):
         operator(params=5)
+
+
+def test_a_model_that_device_map_has_spread_is_refused():
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4, device="meta")).eval()
+    model.hf_device_map = {"0": "cpu", "1": "disk"}
+    with pytest.raises(ModelError, match=r"several devices \(cpu, meta\).*docs/many-gpus.md"):
+        operator(model)

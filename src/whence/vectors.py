@@ -95,6 +95,10 @@ class ParamVector(Mapping[str, Tensor]):
         """How several processes hold the vector together; None where this one holds it all."""
         return self._shards
 
+    def held_as(self, shards: Shards | None) -> bool:
+        """Whether the vector is held in this way."""
+        return shards is self._shards or (self._shards is not None and self._shards.same_as(shards))
+
     @property
     def numel(self) -> int:
         """Dimension of the space (of one column)."""
@@ -376,9 +380,7 @@ class ParamVector(Mapping[str, Tensor]):
                 f"missing {_few(missing)}, unexpected {_few(unknown)}. Build it from the same model with "
                 "the same `params` filter"
             )
-        if (self._shards is None) != (other.shards is None) or not (
-            self._shards is None or self._shards.same_as(other.shards)
-        ):
+        if not self.held_as(other.shards):
             raise VectorError(
                 f"the {what} is not held as it should be: one is whole, the other in parts on several processes. Make "
                 "it whole with whole(), or part it with parted(vector.shards)"

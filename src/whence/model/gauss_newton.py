@@ -462,7 +462,7 @@ class GaussNewton(LinearOperator):
         for name, parameter in self.network.parameters.items():
             if name not in vector or vector.shape_of(name) != parameter.shape:
                 self.zeros().check_same_space(vector)
-        if len(vector) != len(self.network.parameters) or vector.shards is not self.network.shards:
+        if len(vector) != len(self.network.parameters) or not vector.held_as(self.network.shards):
             self.zeros().check_same_space(vector)
 
 
