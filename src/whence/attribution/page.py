@@ -91,7 +91,8 @@ def accuracy_words(result: Attribution) -> str:
     if result.accuracy is None:
         return ""
     value, low, high = (f"{number:.2f}" if number < 0.995 else f"{number:.3f}" for number in result.accuracy)
-    return f"Scores should correlate {value} with the exact ones (90%: {low} to {high})."
+    doubted = " This is in doubt." if result.doubts else ""
+    return f"Scores should correlate {value} with the exact ones (90%: {low} to {high}).{doubted}"
 
 
 def write_page(page: str, path: str | Path, *, example: str = "report.html") -> Path:

@@ -281,7 +281,7 @@ class Attribution:
             ranked = rank_examples(self.scored.at(q), k, harmful=harmful, confidence=confidence)
             for rank, (position, width, apart) in enumerate(ranked, start=1):
                 rows.append(self._row(q, rank, position, width, apart, harmful=harmful))
-        return Ranking(rows)
+        return Ranking(rows, self.doubts)
 
     def row(self, query: int, index: int, *, confidence: float = 0.95) -> Row:
         """Any scored example's place among the most helpful of a query."""
@@ -327,7 +327,10 @@ class Attribution:
     # --- elsewhere ---------------------------------------------------------------------------------------
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame`, one row for each query and scored example, most helpful first."""
+        """A `pandas.DataFrame`, one row for each query and scored example, most helpful first.
+
+        `doubts` are its ``attrs["doubts"]``.
+        """
         queries, scored = self.chain_scores.shape[1:]
         mean, stderr = self.scored.mean, self.scored.stderr
         width = self.scored.half_width(0.95)
@@ -344,7 +347,9 @@ class Attribution:
             columns["dot_product"] = self.dot_products.flatten()
         pandas = load_library("pandas", "pandas", "to make a data frame")
         frame = pandas.DataFrame({name: column.numpy() for name, column in columns.items()})
-        return frame.sort_values(["query", "score"], ascending=[True, False], ignore_index=True)
+        frame = frame.sort_values(["query", "score"], ascending=[True, False], ignore_index=True)
+        frame.attrs["doubts"] = list(self.doubts)
+        return frame
 
     def to_html(self, path: str | Path) -> Path:
         """Write the page: one self-contained file. Returns its path."""

@@ -295,7 +295,8 @@ def measure_harm(
         spread = torch.empty_like(scores)
         spread[result.indices] = added.std(0) / len(added) ** 0.5
     width = half_width(spread, result.degrees_of_freedom, 0.95)
-    return Harm(scores, scores - width, scores + width, len(queries), bool(result.solve.converged.all()))
+    converged = bool(result.solve.converged.all())
+    return Harm(scores, scores - width, scores + width, len(queries), converged, result.doubts)
 
 
 # --- what stands beside the numbers --------------------------------------------------------------------------

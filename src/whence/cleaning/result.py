@@ -94,6 +94,7 @@ class Harm:
         low, high: ends of their 95% intervals.
         queries: how many there were.
         converged: whether the solver did, for all of them.
+        doubts: why the intervals cannot be trusted, in words.
     """
 
     scores: Tensor
@@ -101,6 +102,7 @@ class Harm:
     high: Tensor
     queries: int
     converged: bool
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +158,8 @@ class Cleaning:
             notes.append(
                 "The solver did not converge for every query: read the harm to them as a hint and no more."
             )
+        if self.harm is not None:
+            notes += [f"Of the harm to the queries: {doubt}" for doubt in self.harm.doubts]
         return tuple(notes)
 
     def suspicion(self, by: str | None = None) -> Tensor:
