@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import whence
 from small import DOUBLE, NOT_POSITIVE, Wrapped, classifier, generator, operator
 from whence import (
     Classification,
@@ -245,6 +246,25 @@ def test_lissa_refuses_a_plan_that_would_never_end() -> None:
     plan = PLAN.replace(num_steps=10**9)
     with pytest.raises(OptionError, match=r"asks for 4e\+09 steps.*Use solver='cg', or a larger damping"):
         Lissa(plan).solve(Damped(untouchable(), 0.5), right_hand_side(1, 2), generator=generator())
+
+
+@pytest.mark.parametrize("path", [5, 3.5, b"run", ["run"], True, "", "a\0b"], ids=repr)
+def test_what_is_no_path_is_refused_before_the_data_are_read(path: Any) -> None:
+    class Unread:
+        def __len__(self) -> int:
+            raise AssertionError("it was read")
+
+    result = whence.attribute(classifier(), vectors(DOUBLE), vectors(DOUBLE)[:1], task=Classification())
+    asked: dict[str, Any] = {"task": Classification(), "run_dir": path}
+    for use in (
+        lambda: whence.attribute(classifier(), Unread(), [], **asked),
+        lambda: whence.clean(classifier(), Unread(), **asked),
+        lambda: whence.load(path),
+        lambda: result.save(path),
+        lambda: result.to_html(path),
+    ):
+        with pytest.raises(OptionError, match="give a path, such as"):
+            use()
 
 
 def test_linear_algebra_that_fails_is_a_solver_error() -> None:

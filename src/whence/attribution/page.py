@@ -17,7 +17,7 @@ from whence.report.axes import Linear
 from whence.report.checks import LIMITS
 from whence.report.document import Item, Page, document, shade, words_to_filter
 from whence.report.formatting import MINUS, brief, count, interval, plus_minus, signed
-from whence.runs.files import write_bytes
+from whence.runs.files import given_path, write_bytes
 from whence.spectrum import Estimate
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def write_page(page: str, path: str | Path, *, example: str = "report.html") -> 
 
 def checked_file(path: str | Path, example: str) -> Path:
     """The path, unless there is a directory."""
-    target = Path(path)
+    target = given_path(path, "path")
     if target.is_dir():
         raise OptionError(f"{target} is a directory; give the file's name too, such as {target / example}")
     return target

@@ -21,12 +21,14 @@ from whence.attribution.stability import Stability
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.libraries import load_library
+from whence.model.memory import half_of_memory
 from whence.report.checks import Validation
-from whence.runs import Run, Scalar, checked
+from whence.runs import Run, Scalar, opened
 from whence.runs.files import REMEDY
 from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers import Statistics
 from whence.solvers.plan import Plan
+from whence.units import format_bytes
 
 __all__ = ["Attribution", "Solve", "load"]
 
@@ -373,6 +375,13 @@ class Attribution:
     def _spread(self, scored: Tensor) -> Tensor:
         if len(self.indices) == self.num_examples:
             return scored[:, self.indices.argsort()]
+        # their number may be from a stranger's file
+        needed, room = scored.element_size() * len(scored) * self.num_examples, half_of_memory(scored.device)
+        if room is not None and needed > room:
+            raise OptionError(
+                f"numbers for all {self.num_examples:,} examples take {format_bytes(needed)}, more than half of the "
+                "memory; use to_pandas(), top() or `scored`, which have those that were scored"
+            )
         result = torch.full((scored.shape[0], self.num_examples), math.nan, dtype=scored.dtype)
         result[:, self.indices] = scored
         return result
@@ -390,10 +399,11 @@ def load(directory: str | Path) -> Attribution:
     """Read a saved attribution, or a run directory; of one that is not finished its quick answer, where it has one.
 
     Raises:
-        RunDirectoryError: where there is none, its run is not finished, or any of its files was damaged.
+        RunDirectoryError: where there is none, its run is not finished, or what is read of it was damaged. The files
+            that a result is not read from, such as solutions, are compared when the run is gone on with.
     """
-    path = Path(directory)
-    kept = checked(path)
+    kept = opened(directory)
+    path = kept.path
     if "result" not in kept:
         if "quick" in kept:  # all that an unfinished run has to say so far
             return _of_its_examples(path, kept.value("quick", Attribution))

@@ -34,7 +34,7 @@ from whence.preconditioners import LowRank, nystrom
 from whence.preconditioners.low_rank import check_rank
 from whence.progress import Stopwatch
 from whence.runs import Run, environment, read
-from whence.runs.files import REMEDY
+from whence.runs.files import REMEDY, given_path
 from whence.scoring.bounds import AT_ONCE, RANK, Bounds, affordable_rank, measure_bounds
 from whence.scoring.cost import count_work
 from whence.scoring.self_influence import Calibration, Readings, SelfInfluence, calibrate, read_examples
@@ -93,6 +93,7 @@ def clean(
         True
     """
     chosen = chosen_options(CleanOptions, options, given)
+    place = None if run_dir is None else given_path(run_dir, "run_dir")
     gnh = GaussNewton(
         model,
         task,
@@ -106,7 +107,7 @@ def clean(
     if queries is not None:
         query_terms(queries, gnh)  # refused before anything is measured
     identity, clock, earlier = operator_identity(gnh), Stopwatch(), dict[str, float]()
-    with Run(run_dir, {"command": "clean", **chosen.saved()}, identity=identity) as run:
+    with Run(place, {"command": "clean", **chosen.saved()}, identity=identity) as run:
         recognise(run, gnh)
         if run.path is not None and run.has("cleaning"):  # its numbers are read, and took what they took then
             earlier = dict(read(run.path, "cleaning", Cleaning).seconds)

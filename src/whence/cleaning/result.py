@@ -17,7 +17,7 @@ from whence.cleaning.page import render
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.libraries import load_library
-from whence.runs import Scalar, checked
+from whence.runs import Scalar, opened
 from whence.runs.files import replace_file
 from whence.scoring.self_influence import SelfInfluence
 from whence.spectrum import Estimate
@@ -294,10 +294,10 @@ def load_cleaning(directory: str | Path) -> Cleaning:
     """Read a finished run of `clean`.
 
     Raises:
-        RunDirectoryError: where there is none, it is not finished, or any of its files was damaged.
+        RunDirectoryError: where there is none, it is not finished, or what is read of it was damaged.
     """
-    path = Path(directory)
-    kept = checked(path)
+    kept = opened(directory)
+    path = kept.path
     if "cleaning" not in kept:
         raise RunDirectoryError(
             f"{path} holds no finished run of whence clean; run the same command again to go on"

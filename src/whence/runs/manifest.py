@@ -213,7 +213,7 @@ class Manifest:
         for directory, below, names in os.walk(self.path):
             other_runs = [name for name in below if Path(directory, name, "manifest.json").exists()]
             below[:] = [name for name in below if name not in other_runs]
-            for path in (Path(directory, name) for name in names if name.startswith(files.TEMPORARY)):
+            for path in (Path(directory, name) for name in names if files.is_temporary(name)):
                 with contextlib.suppress(OSError):
                     path.unlink()
         for name, artifact in self.content.artifacts.items():
