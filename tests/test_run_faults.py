@@ -188,3 +188,25 @@ def test_a_table_that_claims_more_than_it_has_is_refused(tmp_path: Path) -> None
             read_table(path)
     assert write_table(path.with_suffix(""), {}) == path
     assert read_table(path) == {}
+
+
+def test_texts_that_unfold_beyond_their_file_are_refused_unread(tmp_path: Path) -> None:
+    """A text of 20 kB that 50,000 rows share takes a gigabyte once it is read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path, rows = tmp_path / "scores.parquet", 50_000
+    shared = pa.DictionaryArray.from_arrays(
+        pa.array(np.zeros(rows, dtype=np.int32)), pa.array(["x" * 20_000])
+    )
+    pq.write_table(pa.table({"index": shared}), path, store_schema=False)
+    content = path.read_bytes()
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    # as many bytes as rows of numbers would need
+    path.write_bytes(content[:footer] + bytes(9 * rows) + content[footer:])
+    before = pa.default_memory_pool().max_memory()
+    with pytest.raises(
+        RunDirectoryError, match=r"scores\.parquet cannot be read \(a column is not of numbers"
+    ):
+        read_table(path)
+    assert pa.default_memory_pool().max_memory() < before + 2**24

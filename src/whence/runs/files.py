@@ -237,14 +237,16 @@ def read_table(path: Path) -> dict[str, Any]:
     with _refusing(path):
         with pq.ParquetFile(path) as file:
             types = {field.name: field.type.to_pandas_dtype() for field in file.schema_arrow}
+            if any(
+                np.dtype(kind).kind not in "iuf" for kind in types.values()
+            ):  # texts may be far longer than their file
+                raise ValueError("a column is not of numbers")
             width = sum(np.dtype(kind).itemsize for kind in types.values())
             if file.metadata.num_rows * width > path.stat().st_size:
                 raise ValueError(f"{file.metadata.num_rows} rows are more than it has bytes for")
             table = file.read()
-        if any(np.dtype(kind).kind not in "iuf" for kind in types.values()) or any(
-            c.null_count for c in table.columns
-        ):
-            raise ValueError("a column is not of numbers")
+        if any(column.null_count for column in table.columns):
+            raise ValueError("a column has gaps")
         return {name: table[name].to_numpy().copy() for name in types}
 
 
