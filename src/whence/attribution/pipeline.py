@@ -137,6 +137,8 @@ def attribute(
         class_names=class_names,
         training=recipe,
     )
+    job.show_query(0)  # what cannot be shown at the end is told before the work
+    job.show_example(int(gnh.terms.indices[positions[0]]))
     with Run(place, chosen.saved(), identity=job.identity) as run:
         recognise(run, gnh)
         if on_run is not None:

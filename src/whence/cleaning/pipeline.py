@@ -106,6 +106,8 @@ def clean(
         check_rank(gnh, 1.0, chosen.rank)
     if queries is not None:
         query_terms(queries, gnh)  # refused before anything is measured
+    show = describer(train, describe, tokenizer, class_names)
+    show(0)  # what cannot be shown at the end is told before the work
     identity, clock, earlier = operator_identity(gnh), Stopwatch(), dict[str, float]()
     with Run(place, {"command": "clean", **chosen.saved()}, identity=identity) as run:
         recognise(run, gnh)
@@ -140,7 +142,7 @@ def clean(
                 versions=environment(),
                 seconds={**clock.seconds, **earlier},
             )
-            result = _with_exhibits(result, describer(train, describe, tokenizer, class_names))
+            result = _with_exhibits(result, show)
         # There may be one of the same numbers, ranked by something else.
         return run.put("cleaning", Cleaning, result)
 
