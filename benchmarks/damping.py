@@ -39,6 +39,8 @@ SEED = 1000
 PARTS = {"without", "with", "scalar", "measured", "optimizer", "agreement"}
 #: Queries that dear works are asked: a product costs as much as there are columns.
 FEWER = {"llama": 5, "gpt2": 5, "cifar10-cnn": 10}
+#: Iterations of a solve, at most; and of a very dear work, whose smallest λ have not settled after these.
+ITERATIONS, FEWER_ITERATIONS = 40, {"llama": 14}
 #: λ in units of a part of λmax, and of 1/τ or √v.
 KAPPAS = [float(k) for k in np.logspace(-0.5, 3.5, 17)]
 TIMES = [float(c) for c in np.logspace(-1, 2.5, 15)]
@@ -55,22 +57,24 @@ def measure(of: Work) -> None:
     whole = truth(of)
     outcomes = Outcomes(whole.losses[:, :, : len(asked)], whole.subsets, whole.seeds)
     gnh = GaussNewton(trained.model, of.task, train)
-    recipe = recipe_of(trained)
+    recipe, most = recipe_of(trained), FEWER_ITERATIONS.get(of.name, ITERATIONS)
     found |= {"name": of.name, "about": of.about, "examples": len(train), "queries": len(asked)}
     found["parameters"], found["time"], found["adaptive"] = gnh.num_parameters, recipe.time, recipe.adaptive
 
     def scalar() -> dict[str, Any]:
-        top, shifted = solved(gnh, asked, 1 / KAPPAS[-1], relative=True)
+        top, shifted = solved(gnh, asked, 1 / KAPPAS[-1], most=most, relative=True)
         found["lambda_max"] = top
         found["dot product"] = lds(shifted.scores(1e12 * top), outcomes)
         return {"kappa": KAPPAS, "lds": curve(shifted, [top / k for k in KAPPAS], outcomes)}
 
     def measured() -> dict[str, Any]:
         within = gnh.in_metric(root_second_moment(gnh, generator=torch.Generator().manual_seed(0)))
-        _, shifted = solved(within, asked, TIMES[0])
+        _, shifted = solved(within, asked, TIMES[0], most=most)
         return {"damping": TIMES, "lds": curve(shifted, TIMES, outcomes)}
 
-    def agreement() -> list[float]:
+    def agreement() -> list[float] | None:
+        if of.name in FEWER_ITERATIONS:
+            return None  # `attribute` does not ask halves of such data either
         within = gnh.in_metric(root_second_moment(gnh, generator=torch.Generator().manual_seed(0)))
         stability = measure_stability(
             within,
@@ -85,7 +89,7 @@ def measure(of: Work) -> None:
         if recipe.root_moment is None:
             return None
         own = gnh.in_metric(factored(recipe.root_moment, gnh.network))
-        _, shifted = solved(own, asked, TIMES[0] / recipe.time)
+        _, shifted = solved(own, asked, TIMES[0] / recipe.time, most=most)
         return {"times": TIMES, "lds": curve(shifted, [c / recipe.time for c in TIMES], outcomes)}
 
     def auto(training: Training | None) -> dict[str, Any]:
@@ -124,7 +128,7 @@ def recipe_of(trained: Trained) -> Training:
 
 
 def solved(
-    gnh: GaussNewton, asked: list[Any], damping: float, *, relative: bool = False
+    gnh: GaussNewton, asked: list[Any], damping: float, *, most: int, relative: bool = False
 ) -> tuple[float, Shifted]:
     """λmax and scores for all λ, from a solve at the smallest."""
     gradients, top = gnh.gradients(asked), 1.0
@@ -133,7 +137,7 @@ def solved(
         early = first.solve(Damped(gnh, 1.0), gradients, generator=torch.Generator()).stats.shifted
         assert early is not None
         top = float(torch.linalg.eigvalsh(early.T)[-1])
-    solver = ConjugateGradient(score_error=0.1, keep_slopes=True, verify=False, max_iterations=40)
+    solver = ConjugateGradient(score_error=0.1, keep_slopes=True, verify=False, max_iterations=most)
     found = solver.solve(Damped(gnh, damping * top), gradients, generator=torch.Generator()).stats.shifted
     assert found is not None
     return top, found
@@ -170,7 +174,8 @@ def without_recipe(row: dict[str, Any], guess: float, agreement: float) -> float
     """The LDS that the rule with these constants would have had."""
     x, curve_ = np.log(row["measured"]["damping"]), row["measured"]
     fine = np.linspace(x[0], x[-1], 500)
-    allowed = (fine >= math.log(guess)) & (np.interp(fine, x, row["agreement"]) >= agreement)
+    agreed = 1.0 if row["agreement"] is None else np.interp(fine, x, row["agreement"])
+    allowed = (fine >= math.log(guess)) & (agreed >= agreement)
     at = fine[allowed][0] if allowed.any() else fine[-1]
     return float(np.interp(at, x, curve_["lds"]))
 
