@@ -241,7 +241,8 @@ def on_certain_models(seeds: range, solvers: Sequence[str]) -> None:
 
     Rows of other solvers that were saved with the same seeds are kept.
     """
-    path, about = RESULTS / "coverage_certain.json", {"first_seed": seeds.start, "seeds": len(seeds)}
+    name = "coverage_certain" + (f"_{seeds.start}" if seeds.start else "")
+    path, about = RESULTS / f"{name}.json", {"first_seed": seeds.start, "seeds": len(seeds)}
     rows: list[dict[str, Any]] = []
     if path.exists():
         saved = json.loads(path.read_text())["results"]
@@ -251,14 +252,14 @@ def on_certain_models(seeds: range, solvers: Sequence[str]) -> None:
         warnings.simplefilter(
             "ignore", WhenceWarning
         )  # that estimates contradict each other, which a result doubts
-        for name in CERTAIN:
-            trained = work(name).fit(range(len(work(name).train_set())), seeds.start).model
+        for certain in CERTAIN:
+            trained = work(certain).fit(range(len(work(certain).train_set())), seeds.start).model
             for setting in (*FACTORS, *FEW):
                 too_long = not isinstance(setting, str) and setting > LISSA_UP_TO
                 asked = [solver for solver in solvers if not (solver == "lissa" and too_long)]
-                rows += of_certain(name, trained, setting, asked, seeds)
+                rows += of_certain(certain, trained, setting, asked, seeds)
                 save(
-                    "coverage_certain",
+                    name,
                     {**about, "condition_number": CERTAIN_CONDITION, "enough": ENOUGH, "rows": rows},
                 )
     report(

@@ -100,7 +100,9 @@ class Factored(Solver[FactoredState]):
         """Draws the mixtures: every right-hand side, made as long as the others, with a random sign."""
         block = as_block(rhs)
         lengths = column_dots(block, block).sqrt()
-        unit = torch.where(lengths > 0, 1 / lengths, torch.zeros_like(lengths))
+        # of a shorter one few digits are left, and it cannot be made longer: the factor is beyond what numbers hold
+        least = max(torch.finfo(tensor.dtype).tiny for tensor in block.values())
+        unit = torch.where(lengths >= least, 1 / lengths, torch.zeros_like(lengths))
         columns = len(lengths)
         if columns <= PROBES:
             return FactoredState(block.mix(torch.diag(unit)))
