@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import whence
 from whence import Classification, GaussNewton, LanguageModeling, ParamVector, Regression
+from whence.attribution.strain import measure_strain
 from whence.distributed import launched, shard
 from whence.errors import WhenceError
 from whence.model.importance import measure_importance
@@ -226,7 +227,7 @@ def refused() -> Found:
         "EK-FAC of a sharded model": lambda: ekfac(S, 0.1, generator=g),
         "exact products of one": lambda: GaussNewton(sharded, Classification(), labelled(), product="exact"),
         "its quick answer": lambda: attributed(sharded, labelled(), accuracy="quick"),
-        "its scores by gradients": lambda: Scorer(S, S.gradients(labelled()[:1]), method="gradients"),
+        "its scores by layers": lambda: Scorer(S, S.gradients(labelled()[:1]), method="layers"),
         "in bfloat16": lambda: GaussNewton(shard(plain(torch.bfloat16)), Classification(), labelled()),
     }
     found = {}
@@ -249,7 +250,10 @@ def on_a_sharded_model() -> Found:
     v = H.zeros(2).randn_like(random())
     kept = [p.detach().clone() for p in model.parameters()]
     product, slopes = H.matvec_with_slopes(v)
+    scorer = Scorer(H, v, method="gradients", norms=True)
     return {
+        "scores": scorer.score_with_norms(torch.arange(7)),
+        "strain": measure_strain(H, 0.1, generator=random()),
         "matvec": dict(product.whole()),
         "slopes": slopes,
         "queries": dict(H.gradients(labelled()[:3]).whole()),

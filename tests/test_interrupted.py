@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from run_samples import same
 from small import generator, operator
-from test_runs import same
 from whence import (
     ConjugateGradient,
     Damped,

@@ -133,6 +133,14 @@ def test_gradients_that_are_zero_have_the_solution_zero() -> None:
     assert float(found.residual.max()) == 0
 
 
+def test_a_gradient_with_no_digits_left_spoils_no_other() -> None:
+    """In float32, 1e-40 cannot be made as long as the others."""
+    P = Diagonal(torch.ones(3), 1.0)
+    rhs = ParamVector({"x": torch.tensor([[1.0, 2.0, 3.0], [1e-40, 0.0, 0.0]])}, columns=2)
+    found = Factored(preconditioner=P).solve(Damped(Dense(torch.eye(3)), 1.0), rhs, generator=generator())
+    torch.testing.assert_close(found.value["x"][0], rhs["x"][0] / 2)
+
+
 def test_a_preconditioner_of_another_damping_is_refused() -> None:
     P = Diagonal(torch.ones(3, dtype=DOUBLE), 2.0)
     rhs = ParamVector({"x": torch.ones(3, dtype=DOUBLE)})
@@ -239,9 +247,7 @@ def test_a_budget_ends_a_solve_that_begins_with_the_quick_answer(
     language: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(budget, "HALF_A_MINUTE", 0.0)
-    prices = count_prices(
-        GaussNewton(language["model"], language["task"], language["train"]), 2, Options(), recipe=False
-    )
+    prices = count_prices(GaussNewton(language["model"], language["task"], language["train"]), 2, Options())
     limit = (prices.quick + 2.5 * prices.iteration) / prices.quick
     found = attribute(**language, budget=limit, run_dir=tmp_path / "run")
     assert found.solve.solver == "cg"
@@ -322,7 +328,7 @@ def test_accuracies_that_a_solver_does_not_have(accuracy: str) -> None:
 def test_a_time_buys_by_count() -> None:
     model, train, queries = digits()
     gnh = GaussNewton(model, Classification(), train)
-    prices = count_prices(gnh, len(queries), Options(), recipe=True)
+    prices = count_prices(gnh, len(queries), Options())
     assert prices.quick < prices.exact
     assert prices.iteration < prices.exact
 

@@ -88,7 +88,7 @@ def test_what_several_processes_cannot_do_is_refused(on_two: dict[str, Any]) -> 
         "EK-FAC of a sharded model",
         "exact products of one",
         "its quick answer",
-        "its scores by gradients",
+        "its scores by layers",
         "in bfloat16",
     }
     assert "parted(vector.shards)" in said["a vector that is whole"]

@@ -23,7 +23,7 @@ from whence.attribution.damping import Weighed, in_metric, weigh
 from whence.attribution.exhibits import Describe, class_name, describer
 from whence.attribution.identity import question_identity, recognise
 from whence.attribution.job import Candidates, Job, check_own_solver, query_terms, scored_positions
-from whence.attribution.planning import Planned, make_factors, make_plan, measure, plan_quick
+from whence.attribution.planning import SCALE, Planned, make_factors, make_plan, measure, plan_quick
 from whence.attribution.ranking import ends_of_rankings, top_is_separated
 from whence.attribution.result import Attribution, Solve, load
 from whence.attribution.scored import Scored
@@ -36,6 +36,7 @@ from whence.operators import Damped, failures_become_typed
 from whence.options import Budget, Options, Until, chosen_options, takes
 from whence.progress import Stopwatch
 from whence.runs import Run, environment
+from whence.runs.files import given_path
 from whence.scoring import Scorer
 from whence.solvers import Solver, Statistics
 from whence.tasks import Batch, LanguageModeling, Task
@@ -111,6 +112,7 @@ def attribute(
     own = given.pop("solver") if isinstance(given.get("solver"), Solver) else None
     chosen = chosen_options(Options, options, given)
     check_own_solver(own, chosen)
+    place = None if run_dir is None else given_path(run_dir, "run_dir")
     gnh = GaussNewton(
         model,
         task,
@@ -135,9 +137,11 @@ def attribute(
         class_names=class_names,
         training=recipe,
     )
+    job.show_query(0)  # what cannot be shown at the end is told before the work
+    job.show_example(int(gnh.terms.indices[positions[0]]))
     ranks = gnh.network.ranks
     ranks.agree("what was asked", (sorted(job.identity.items()), sorted(chosen.saved().items(), key=str)))
-    with Run(run_dir, chosen.saved(), identity=job.identity, shards=gnh.network.shards) as run:
+    with Run(place, chosen.saved(), identity=job.identity, shards=gnh.network.shards) as run:
         recognise(run, gnh)
         if on_run is not None:
             on_run(run)
@@ -153,7 +157,8 @@ def attribute(
             factors = make_factors(run, job, way)
         with clock.phase("spectrum"):
             spectrum = measure(run, job, factors)
-            weighed = weigh(run, job, asked.gradients, spectrum, halves=not way.factored)
+            standing_in = None if factors is None else factors.with_scale(SCALE)
+            weighed = weigh(run, job, asked.gradients, spectrum, halves=not way.factored, factors=standing_in)
         first: Scores | None = None
         if factors is not None:
             planned = plan_quick(job, way, factors, spectrum, weighed.damping)

@@ -8,12 +8,14 @@ from typing import Any
 from whence.attribution.budget import FACTOR_TERMS, Way
 from whence.attribution.cost import count_passes
 from whence.attribution.job import Job
+from whence.errors import RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
 from whence.model.importance import Importance, measure_importance
 from whence.model.memory import half_of_memory
 from whence.options import Options
 from whence.preconditioners.ekfac import Ekfac, ekfac
 from whence.runs import Run
+from whence.runs.files import REMEDY
 from whence.solvers import Solver
 from whence.solvers.auto import Alternative, Choice, choose, make_solver, relative_error, tolerance_for
 from whence.solvers.cg import ConjugateGradient
@@ -195,6 +197,11 @@ def make_plan(
     if own is not None and job.own_plan is not None:
         return Planned(own, job.own_plan, "", _drawn(importance, own))
     chosen = run.keep("plan", Chosen, lambda: _choose(job, spectrum, damping))
+    if (chosen.plan.chains, chosen.plan.damping) != (job.options.chains, damping):
+        raise RunDirectoryError(
+            f"the plan in {run.path} is for {chosen.plan.chains} chains and λ = {chosen.plan.damping:.6g}, the run for "
+            f"{job.options.chains} and {damping:.6g}. {REMEDY}"
+        )
     if own is not None:
         return Planned(own, chosen.plan, "", _drawn(importance, own))
     solver = make_solver(

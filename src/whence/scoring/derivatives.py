@@ -80,7 +80,7 @@ def gradient_products(gnh: GaussNewton, directions: ParamVector, batch: Batch) -
     whole gradient never exists.
     """
     square = 0.0
-    rows = {name: tensor.reshape(len(tensor), -1) for name, tensor in directions.items()}
+    rows = {name: tensor.reshape(len(tensor), tensor[0].numel()) for name, tensor in directions.items()}
     total = torch.zeros(directions.columns or 1, dtype=torch.float64, device=batch.targets.device)
 
     def receive(name: str, gradient: Tensor) -> None:

@@ -94,17 +94,12 @@ class Scorer:
         together = self._count + self._probes
         self._costs = {
             "directional": self.work.directional(together, exact=exact, vectorised=vectorised),
+            "gradients": self.work.gradients(self._count),
         }
         missing: Mapping[str, str] = {}
         if gnh.network.together:
             missing = dict.fromkeys(gnh.network.parameters, "the model is sharded over processes")
-            if method == "gradients":
-                raise OptionError(
-                    "method is 'gradients', of an example at a time, and all processes of a sharded model pass "
-                    "together; use 'directional' or 'auto'"
-                )
         else:
-            self._costs["gradients"] = self.work.gradients(self._count)
             missing = gnh.example_gradients().missing if method in ("auto", "layers") else {}
         if method == "layers" and missing:
             name, reason = next(iter(missing.items()))
@@ -132,10 +127,7 @@ class Scorer:
             "layers": "every example's gradient, layer by layer",
             "gradients": "one gradient per example",
         }[self.method]
-        others = [cost for way, cost in self._costs.items() if way != self.method]
-        if not others:
-            return f"{how}, the only way for a sharded model"
-        ratio = min(others) / self.cost
+        ratio = min(cost for way, cost in self._costs.items() if way != self.method) / self.cost
         along = f"{self._count} direction{'' if self._count == 1 else 's'}"
         if ratio < 1:
             return f"{how}, as asked for; another way would cost 1/{1 / ratio:.2g} of it for {along}"
@@ -159,7 +151,8 @@ class Scorer:
         squares = torch.zeros(len(positions), dtype=torch.float64)
         if self.method == "gradients":
             for column, position in enumerate(positions.tolist()):
-                if column % ranks.size == ranks.rank:
+                # all processes of a sharded model pass together, and each multiplies its rows
+                if self.gnh.network.together or column % ranks.size == ranks.rank:
                     batch = self.terms.fetch(torch.tensor([position]))
                     products, squares[column] = gradient_products(self.gnh, self._opened, batch)
                     result[:k, column] = products.cpu()
