@@ -17,8 +17,7 @@ from whence.preconditioners.ekfac import Ekfac, ekfac
 from whence.runs import Run
 from whence.runs.files import REMEDY
 from whence.solvers import Solver
-from whence.solvers.auto import Alternative, Choice, choose, make_solver, relative_error, tolerance_for
-from whence.solvers.cg import ConjugateGradient
+from whence.solvers.auto import Alternative, Choice, choose, make_cg, make_solver
 from whence.solvers.factored import Factored
 from whence.solvers.plan import Plan
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum
@@ -182,11 +181,9 @@ def make_plan(
         plan = Plan.tuned(spectrum, damping, num_terms=job.gnh.num_terms, chains=job.options.chains)
         # written down, since it depends on the machine's memory
         basis = run.keep("basis", dict[str, bool], lambda: {"kept": _basis_fits(job)})
-        refining = ConjugateGradient(
-            tolerance=tolerance_for(job.options.correlation),
-            score_error=None
-            if job.options.accuracy == "certified"
-            else relative_error(job.options.correlation),
+        refining = make_cg(
+            job.options.correlation,
+            certified=job.options.accuracy == "certified",
             max_iterations=_MOST if way.iterations is None else way.iterations,
             preconditioner=factors.with_damping(damping),
             keep_basis=basis["kept"],
