@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from whence.errors import ModelError
 from whence.model.data import TermSet
 from whence.model.network import Network
+from whence.model.quantised import parts, refusing_cuts
 from whence.tasks import Batch
 
 __all__ = [
@@ -83,7 +84,11 @@ def _check_plain(name: str, module: nn.Module) -> None:
 
 def check_outputs(network: Network, batch: Batch) -> int:
     """Run the model on a batch, refuse what its task cannot use, and return the number of outputs per term."""
-    outputs = network.outputs(batch, network.leaves())
+    with refusing_cuts(network.model) as watched:
+        outputs = network.outputs(batch, network.leaves())
+        if watched and network.low_precision:  # which are computed otherwise in float32
+            leaves = {n: p.detach().requires_grad_() for n, p in network.parameters.items()}
+            network.as_it_is(batch, leaves)
     if not outputs.is_floating_point():
         raise ModelError(
             f"the model's outputs are {outputs.dtype}; they must be real numbers, such as logits"
@@ -217,13 +222,15 @@ def fitting_micro_batch(network: Network, pilot: Batch, *, memory: int) -> int:
 def _activation_bytes(network: Network, batch: Batch) -> tuple[int, int]:
     """Bytes that autograd keeps for the backward pass over this batch, parameters not counted; those of the largest."""
     everything = network.constants() | network.leaves()
-    own = {t.untyped_storage().data_ptr() for t in (*network.model.parameters(), *everything.values())}
+    known = (part for t in (*network.model.parameters(), *everything.values()) for part in parts(t))
+    own = {part.untyped_storage().data_ptr() for part in known}
     seen: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
+        for part in parts(tensor):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

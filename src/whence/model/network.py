@@ -4,7 +4,8 @@ Leaves are aliases of the parameters (they share storage and cost nothing), so g
 writing to the user's ``.grad``, and parameters that are not selected stay constants.
 
 A model in bfloat16 or float16 is computed in float32, at its parameters as they are: in fewer bits, tangents and sums
-lose what a solve is about. Every pass then makes a copy of the model in float32.
+lose what a solve is about. Every pass then makes a copy of the model in float32. Weights that are quantised stay as they
+are, if their scales are in float32 (the model was loaded so), and are else dequantised with the rest.
 
 With a metric D, vectors are in the coordinates ``φ = D^(1/2)θ``: tangents are ``D^(-1/2)`` times what comes in,
 gradients ``D^(-1/2)`` times what the backward pass gives. In these coordinates ``H + λ`` is ``H + λD`` of the
@@ -24,6 +25,7 @@ from torch.func import functional_call
 from whence.backward import pulled_back, seeded
 from whence.errors import DataError, ModelError, OptionError, WhenceError
 from whence.model.grouped import may_group
+from whence.model.quantised import dequantised, is_packed, is_quantised
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
 
@@ -114,7 +116,7 @@ class Network:
         self.narrow_rest = {
             name: tensor
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
-            if _narrow(tensor) and name not in self.parameters
+            if _narrow(tensor) and name not in self.parameters and not is_packed(tensor)
         }
         self._slots = _slots(model, {**self.parameters, **self.narrow_rest})
 
@@ -172,17 +174,20 @@ class Network:
         tensors = self.values() if parameters is None else dict(parameters)
         if self.low_precision:
             tensors, batch = self.constants() | tensors, batch.map(widened)
-        swapped = {f"model.{slot}": tensor for name, tensor in tensors.items() for slot in self._slots[name]}
+        return self.as_it_is(batch, tensors)
+
+    def as_it_is(self, batch: Batch, instead: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The outputs of the model itself, with whatever its parameters hold at the moment, but for these."""
         with _explaining(batch):
+            if not instead:
+                return self.task.outputs(self.model, batch)
+            swapped = {
+                f"model.{slot}": tensor for name, tensor in instead.items() for slot in self._slots[name]
+            }
             # torch would tie weights by all their names, of which a module with two has each put back over the other
             result = functional_call(self._module, swapped, (batch,), tie_weights=False)
         assert isinstance(result, Tensor)
         return result
-
-    def as_it_is(self, batch: Batch) -> Tensor:
-        """The outputs of the model itself, with whatever its parameters hold at the moment."""
-        with _explaining(batch):
-            return self.task.outputs(self.model, batch)
 
     def pull_back(
         self,
@@ -228,7 +233,9 @@ def _narrow(tensor: Tensor) -> bool:
 
 def widened(tensor: Tensor) -> Tensor:
     """In float32, where it has fewer bits."""
-    return tensor.float() if _narrow(tensor) else tensor
+    if not _narrow(tensor):
+        return tensor
+    return dequantised(tensor) if is_quantised(tensor) else tensor.float()
 
 
 def _slots(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
