@@ -4,8 +4,8 @@ Leaves are aliases of the parameters (they share storage and cost nothing), so g
 writing to the user's ``.grad``, and parameters that are not selected stay constants.
 
 A model in bfloat16 or float16 is computed in float32, at its parameters as they are: in fewer bits, tangents and sums
-lose what a solve is about. Every pass then makes a copy of the model in float32. Weights that are quantised stay as they
-are, if their scales are in float32 (the model was loaded so), and are else dequantised with the rest.
+lose what a solve is about. Every pass then makes a copy of the model in float32. Weights that are quantised stay as
+they are, if their scales are in float32 (the model was loaded so), and are else dequantised with the rest.
 
 With a metric D, vectors are in the coordinates ``φ = D^(1/2)θ``: tangents are ``D^(-1/2)`` times what comes in,
 gradients ``D^(-1/2)`` times what the backward pass gives. In these coordinates ``H + λ`` is ``H + λD`` of the

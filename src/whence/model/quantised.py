@@ -34,7 +34,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
 
 
 def is_quantised(tensor: Tensor) -> bool:
-    """Whether numbers of 8 bits or fewer, or whole ones, stand for the values: torchao's tensors, bitsandbytes' and others.
+    """Whether numbers of 8 bits or fewer, or whole ones, stand for the values, as in torchao's tensors.
 
     Example:
         >>> is_quantised(torch.zeros(2, dtype=torch.int8)), is_quantised(torch.zeros(2, dtype=torch.bfloat16))

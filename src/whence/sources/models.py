@@ -128,8 +128,8 @@ def load_model(
             )
         if adapter is None and getattr(config, "quantization_config", None):
             raise ModelError(
-                f"{source} holds quantised weights, which have no derivatives; give the model in floating point, or the "
-                "directory of an adapter that was trained on it"
+                f"{source} holds quantised weights, which have no derivatives; give the model in floating point, or "
+                "the directory of an adapter that was trained on it"
             )
         kind, loader = _architecture(config.to_dict(), source)
         model = _load_weights(getattr(transformers, loader), source, chosen, local)
