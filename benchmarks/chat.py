@@ -28,7 +28,7 @@ QUERIES = [
     ("What is a lambda expression?", "Lambda expressions are used to create anonymous functions."),
     ("How does the del statement work?", "Deletion is recursively defined very similar to the way assignment is"),
 ]
-_FIRST_WORDS = 6
+_FIRST_WORDS = 4
 
 
 def chats(count: int) -> list[dict[str, Any]]:
@@ -38,9 +38,9 @@ def chats(count: int) -> list[dict[str, Any]]:
         for paragraph in text.split("\n\n"):
             answer = " ".join(paragraph.split())
             words = answer.split()
-            if 100 <= len(answer) <= 380 and answer[0].isupper() and answer.endswith("."):
+            if 50 <= len(answer) <= 240 and answer[0].isupper() and answer.endswith("."):
                 start = " ".join(words[:_FIRST_WORDS])
-                question = f'What does Python\'s manual say about "{topic}", beginning with "{start}"?'
+                question = f'In the topic "{topic}", what of "{start} …"?'
                 found.append(
                     {
                         "prompt": [{"role": "user", "content": question}],
