@@ -100,7 +100,7 @@ def test_scores_are_those_of_the_dense_solve() -> None:
     H, gradients = by_definition(model, data)
     damping = 0.05
     solved = torch.linalg.solve(H + damping * torch.eye(len(H), dtype=torch.float64), gradients[:2].T)
-    result = whence.attribute(model, data, data[:2], task=TASK, damping=damping, solver="cg", accuracy="certified")
+    result = whence.attribute(model, data, data[:2], task=TASK, damping=damping, solver="cg", accuracy=0.99999)
     torch.testing.assert_close(result.scores, (gradients @ solved).T, rtol=1e-4, atol=1e-7)
     gnh = GaussNewton(model, TASK, data)
     assert gnh.example_gradients().missing == {}
@@ -180,7 +180,7 @@ def test_a_trainer_of_preferences(tmp_path: Path, adapter: bool) -> None:
     model = trainer.model.eval()
     recipe = Training.read(trainer.optimizer, trainer.model)
     direct = whence.attribute(model, data, data[:2], task=TASK, damping=0.1, solver="cg", training=recipe)
-    torch.testing.assert_close(result.scores, direct.scores, rtol=1e-3, atol=1e-6)
+    assert float((result.scores - direct.scores).norm() / direct.scores.norm()) <= 1e-3
     assert (result.queries[0].text or "").startswith(" mat")
     assert "dog" in (result.queries[0].note or "")
 

@@ -265,6 +265,11 @@ def _tokenized_pairs(queries: Sequence[Any], trainer: Any) -> Any:
     datasets = load_library("datasets", "hf", "to read pairs")
     rows = datasets.Dataset.from_list([dict(query) for query in queries])
     made = trainer._prepare_dataset(rows, trainer.processing_class, trainer.args, "queries")
+    if len(made) != len(queries):
+        raise DataError(
+            f"the trainer left out {len(queries) - len(made)} of {len(queries)} queries: their prompts fill its max_length. "
+            "Ask with shorter prompts"
+        )
     return [made[position] for position in range(len(made))]
 
 

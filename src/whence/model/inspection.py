@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from whence.errors import ModelError
 from whence.model.data import TermSet
-from whence.model.network import Network
+from whence.model.network import Network, backward_explained
 from whence.model.quantised import parts, refusing_cuts
 from whence.tasks import Batch
 
@@ -117,7 +117,8 @@ def _check_swapped(network: Network, outputs: Tensor) -> None:
     own = {name: p for name, p in network.parameters.items() if p.requires_grad}
     if not own:  # a copy that nobody trains
         return
-    reached = torch.autograd.grad(outputs.sum(), list(own.values()), allow_unused=True, retain_graph=True)
+    with backward_explained():
+        reached = torch.autograd.grad(outputs.sum(), list(own.values()), allow_unused=True, retain_graph=True)
     missed = [name for name, found in zip(own, reached, strict=True) if found is not None]
     if missed:
         raise ModelError(

@@ -29,7 +29,7 @@ from whence.model.quantised import dequantised, is_packed, is_quantised
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
 
-__all__ = ["Network", "Receiver", "adding_to", "widened"]
+__all__ = ["Network", "Receiver", "adding_to", "backward_explained", "widened"]
 
 #: Takes a parameter's name and its part of a product: ``[shape]``, or ``[k, shape]`` for a block.
 Receiver = Callable[[str, Tensor], None]
@@ -53,6 +53,23 @@ def _explaining(batch: Batch) -> Iterator[None]:
         raise
     except Exception as error:
         raise _explained(error, batch) from error
+
+
+@contextmanager
+def backward_explained() -> Iterator[None]:
+    """What autograd raises in here becomes an error that says what may be the matter."""
+    try:
+        yield
+    except (WhenceError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        lines = str(error).strip().splitlines()
+        raise ModelError(
+            f"the model's backward pass failed: {type(error).__name__}: {lines[0] if lines else 'no reason given'} If it "
+            "checkpoints its activations (torch.utils.checkpoint), switch that off, or give a model of float32 with "
+            "use_reentrant=False and product='finite-difference': what is computed again is computed with the model's own "
+            "parameters"
+        ) from error
 
 
 def _explained(error: Exception, batch: Batch) -> DataError | ModelError:
@@ -204,7 +221,8 @@ class Network:
         dimensions in ``cotangents`` than in ``outputs``, it is a block.
         """
         if cotangents.ndim > outputs.ndim:
-            gradients = pulled_back(outputs, list(leaves.values()), cotangents, keep_graph=keep_graph)
+            with backward_explained():
+                gradients = pulled_back(outputs, list(leaves.values()), cotangents, keep_graph=keep_graph)
             for name, gradient in zip(leaves, gradients, strict=True):
                 if gradient is not None:
                     receive(name, self.scaled(name, gradient))
@@ -221,7 +239,8 @@ class Network:
         ]
         try:
             number = seeded(outputs, cotangents)
-            torch.autograd.backward(number, inputs=list(leaves.values()), retain_graph=keep_graph)
+            with backward_explained():
+                torch.autograd.backward(number, inputs=list(leaves.values()), retain_graph=keep_graph)
         finally:
             for handle in handles:
                 handle.remove()
