@@ -56,6 +56,11 @@ def check_mode(model: nn.Module) -> None:
                 f"the layer {name!r} ({type(module).__name__}) has no running statistics, so outputs depend on the "
                 "rest of the batch. Give it those of the training (track_running_stats=True)"
             )
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise ModelError(
+            "torch.autocast is on, so passes would be in fewer bits than a solve needs. Leave it (with "
+            "torch.autocast(..., enabled=False)); a model whose own parameters are bfloat16 is computed in float32"
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(
             "the model's parameters are on the meta device, without numbers; load its weights first"
