@@ -2,8 +2,8 @@
 
     python -m benchmarks.chat [--examples 500] [--tokens 128]
 
-The chats are paragraphs of Python's language reference (`pydoc_data.topics`, in every CPython): a question that names the
-paragraph's topic and its first words, and the paragraph as the answer. One epoch of TRL's `SFTTrainer`, then
+The chats are paragraphs of Python's language reference (`pydoc_data.topics`, in every CPython): a question that names
+the paragraph's topic and its first words, and the paragraph as the answer. One epoch of TRL's `SFTTrainer`, then
 `whence.hf.attribute` with default settings. The weights are those of 4 bits that a package carries, dequantised.
 
 Results go to ``benchmarks/results/chat.json``: seconds, peak memory, and what helped most.
@@ -24,9 +24,15 @@ from benchmarks.timing import save
 from reproduction.assets import smollm2_directory
 
 QUERIES = [
-    ("What does a with statement do?", "The with statement is used to wrap the execution of a block with methods"),
+    (
+        "What does a with statement do?",
+        "The with statement is used to wrap the execution of a block with methods",
+    ),
     ("What is a lambda expression?", "Lambda expressions are used to create anonymous functions."),
-    ("How does the del statement work?", "Deletion is recursively defined very similar to the way assignment is"),
+    (
+        "How does the del statement work?",
+        "Deletion is recursively defined very similar to the way assignment is",
+    ),
 ]
 _FIRST_WORDS = 4
 
@@ -86,6 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chat", description=__doc__.split("\n")[0])
     parser.add_argument("--examples", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--run-dir", help="keeps the attribution's run here; the training is repeated")
     options = parser.parse_args()
     torch.set_num_threads(1)
     import whence.hf
@@ -109,7 +116,8 @@ def main() -> None:
     begun = perf_counter()
     queries = [{"prompt": [{"role": "user", "content": question}],
                 "completion": [{"role": "assistant", "content": answer}]} for question, answer in QUERIES]  # fmt: skip
-    result = whence.hf.attribute(trainer, queries)
+    kept = {} if options.run_dir is None else {"run_dir": options.run_dir}
+    result = whence.hf.attribute(trainer, queries, **kept)
     found["attribution seconds"] = perf_counter() - begun
     found["peak gigabytes"] = _gigabytes()
     found["solver"] = result.solve.solver

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_check        (or: make gpu-check)
 
-On a GPU and on the CPU, from the same weights: products, gradients and a whole attribution of a small network and a small
-Llama, compared; the times that the host waits for the GPU in a product (`torch.cuda.set_sync_debug_mode`); and seconds of a
-product over a Llama of 25 million parameters. Without a GPU it says so, and that nothing was checked.
+On a GPU and on the CPU, from the same weights: products, gradients and a whole attribution of a small network and a
+small Llama, compared; the times that the host waits for the GPU in a product (`torch.cuda.set_sync_debug_mode`); and
+seconds of a product over a Llama of 25 million parameters. Without a GPU it says so, and that nothing was checked.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def check(device: torch.device) -> bool:
     def say(what: str, value: float, allowed: float) -> None:
         nonlocal fine
         fine &= value <= allowed
-        print(f"{'PASS' if value <= allowed else 'FAIL'}  {what}: {value:.3g}, allowed {allowed:g}", flush=True)
+        print(
+            f"{'PASS' if value <= allowed else 'FAIL'}  {what}: {value:.3g}, allowed {allowed:g}", flush=True
+        )
 
     for name, (model, task, data) in subjects().items():
         there = copy.deepcopy(model).to(device)
@@ -71,13 +73,18 @@ def check(device: torch.device) -> bool:
             far = GaussNewton(there, task, data, product=product, micro_batch=len(data))
             vector = near.zeros().randn_like(torch.Generator().manual_seed(0))
             sent = ParamVector({k: part.to(device) for k, part in vector.items()})
-            say(f"{name}, {product} product", difference(far.matvec(sent), near.matvec(vector)), ALLOWED[product])
+            say(
+                f"{name}, {product} product",
+                difference(far.matvec(sent), near.matvec(vector)),
+                ALLOWED[product],
+            )
             if product == "exact":
                 say(f"{name}, waits in a product", waits(far, sent), WAITS)
                 say(f"{name}, gradients", difference(far.gradients(data[:2]), near.gradients(data[:2])), 1e-4)
         for given in ({"solver": "cg"}, {"accuracy": "quick"}):
             ours, theirs = (
-                attribute(which, data, data[:2], task=task, damping=0.1, **given).scores for which in (there, model)
+                attribute(which, data, data[:2], task=task, damping=0.1, **given).scores
+                for which in (there, model)
             )
             say(f"{name}, scores ({given})", float((ours - theirs).norm() / theirs.norm()), ALLOWED["scores"])
     big = GaussNewton(llama(768).to(device), LanguageModeling(), sequences(32, 128, 1))
@@ -88,20 +95,26 @@ def check(device: torch.device) -> bool:
     big.matvec(vector)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - begun
-    print(f"      a product over 4,096 tokens, {big.num_parameters / 1e6:.0f} million parameters: {seconds:.3f} s")
+    print(
+        f"      a product over 4,096 tokens, {big.num_parameters / 1e6:.0f} million parameters: {seconds:.3f} s"
+    )
     print(f"      peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB")
     return fine
 
 
 def main() -> int:
-    argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__.split("\n")[0]).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check", description=__doc__.split("\n")[0]
+    ).parse_args()
     if not torch.cuda.is_available():
         print("VERDICT: nothing was checked. PyTorch sees no GPU here (torch.cuda.is_available() is False).")
         return 2
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     fine = check(torch.device("cuda", torch.cuda.current_device()))
-    print(f"VERDICT: {'whence works on this GPU.' if fine else 'something is wrong on this GPU: see FAIL above.'}")
+    print(
+        f"VERDICT: {'whence works on this GPU.' if fine else 'something is wrong on this GPU: see FAIL above.'}"
+    )
     return 0 if fine else 1
 
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.growth
 
-A Llama with random weights, a whole `whence.attribute` each time: the quick answer (EK-FAC), and LiSSA with a fixed number of
-steps. One of four sizes is varied at a time, over three values. Seconds are CPU seconds of one thread; bytes are the most that
-tensors took at once beside the model (`benchmarks.memory`). The exponent is the slope of a straight line through the
-logarithms: 1 is linear. Claimed: nothing grows faster than linearly, and memory not at all with the data.
+A Llama with random weights, a whole `whence.attribute` each time: the quick answer (EK-FAC), and LiSSA with a fixed
+number of steps. One of four sizes is varied at a time, over three values. Seconds are CPU seconds of one thread; bytes
+are the most that tensors took at once beside the model (`benchmarks.memory`). The exponent is the slope of a straight
+line through the logarithms: 1 is linear. Claimed: nothing grows faster than linearly, and memory not at all with the data.
 
 Results go to ``benchmarks/results/growth.json``.
 """
@@ -36,16 +36,16 @@ class Size:
     """What is varied."""
 
     width: int = 128
-    tokens: int = 64
+    tokens: int = 32
     queries: int = 2
-    examples: int = 128
+    examples: int = 48
 
 
 VARIED: dict[str, tuple[int, ...]] = {
     "width": (128, 192, 288),
-    "tokens": (32, 64, 128),
+    "tokens": (16, 32, 64),
     "queries": (2, 6, 18),
-    "examples": (128, 512, 2048),
+    "examples": (48, 144, 432),
 }
 
 

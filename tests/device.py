@@ -158,8 +158,10 @@ class _Operations(TorchDispatchMode):
                         f"{func} takes a tensor of the device and a CPU tensor of shape {tuple(tensor.shape)}"
                     )
         result = func(*args, **(kwargs or {}))
-        if not tensors and not _Operations.asked:  # autograd's own zeros, which it makes where they are needed
-            tree_map(lambda t: _marks.add(t) if isinstance(t, Tensor) else None, result)
+        if (
+            not tensors and not _Operations.asked
+        ):  # autograd's own zeros, which it makes where they are needed
+            tree_map(lambda t: _marks.add(t) if isinstance(t, Tensor) and t.ndim else None, result)
         first = bool(there) and there[0]
         if _Operations.enabled and (first if func in _MIXING else any(there)):
             tree_map(lambda t: _marks.add(t) if isinstance(t, Tensor) else None, result)

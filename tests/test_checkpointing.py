@@ -38,7 +38,9 @@ def test_products_are_by_differences_and_right() -> None:
     assert relative_error(found.matvec(block), plain.matvec(block)) <= 2e-4
     assert relative_error(found.gradients(DATA[:2]), plain.gradients(DATA[:2])) <= 1e-6
     ours, theirs = (
-        whence.attribute(gnh.network.model, DATA, DATA[:2], task=Classification(), damping=0.1, solver="cg").scores
+        whence.attribute(
+            gnh.network.model, DATA, DATA[:2], task=Classification(), damping=0.1, solver="cg"
+        ).scores
         for gnh in (found, plain)
     )
     assert float((ours - theirs).norm() / theirs.norm()) <= 1e-3

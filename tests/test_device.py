@@ -32,7 +32,12 @@ class Recurrent(nn.Module):
         return self.head(torch.tanh(self.embed(input_ids).cumsum(1)))
 
 
-SENTENCES = [torch.tensor([1, 4, 2, 7, 3]), torch.tensor([2, 8, 1]), torch.tensor([5, 5, 6, 1]), torch.tensor([3, 1])]
+SENTENCES = [
+    torch.tensor([1, 4, 2, 7, 3]),
+    torch.tensor([2, 8, 1]),
+    torch.tensor([5, 5, 6, 1]),
+    torch.tensor([3, 1]),
+]
 
 
 def test_the_device_tells_stray_tensors() -> None:
@@ -107,7 +112,9 @@ def test_attributions(given: dict[str, Any]) -> None:
 
 def test_a_language_model_and_cleaning() -> None:
     task = LanguageModeling()
-    expected = whence.attribute(Recurrent().eval(), SENTENCES, SENTENCES[:1], task=task, damping=0.1, solver="cg")
+    expected = whence.attribute(
+        Recurrent().eval(), SENTENCES, SENTENCES[:1], task=task, damping=0.1, solver="cg"
+    )
     with on_device():
         model = to_device(Recurrent().eval())
         found = whence.attribute(model, SENTENCES, SENTENCES[:1], task=task, damping=0.1, solver="cg")

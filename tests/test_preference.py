@@ -45,7 +45,8 @@ def pairs(count: int = 6) -> list[dict[str, Tensor]]:
         return torch.randint(9, (length,), generator=generator).tolist()
 
     return [
-        TASK.pair(words(2 + k % 2), words(1 + k % 3), words(3 - k % 2), reference=0.2 * k - 0.5) for k in range(count)
+        TASK.pair(words(2 + k % 2), words(1 + k % 3), words(3 - k % 2), reference=0.2 * k - 0.5)
+        for k in range(count)
     ]
 
 
@@ -100,7 +101,9 @@ def test_scores_are_those_of_the_dense_solve() -> None:
     H, gradients = by_definition(model, data)
     damping = 0.05
     solved = torch.linalg.solve(H + damping * torch.eye(len(H), dtype=torch.float64), gradients[:2].T)
-    result = whence.attribute(model, data, data[:2], task=TASK, damping=damping, solver="cg", accuracy=0.99999)
+    result = whence.attribute(
+        model, data, data[:2], task=TASK, damping=damping, solver="cg", accuracy=0.99999
+    )
     torch.testing.assert_close(result.scores, (gradients @ solved).T, rtol=1e-4, atol=1e-7)
     gnh = GaussNewton(model, TASK, data)
     assert gnh.example_gradients().missing == {}
@@ -140,7 +143,9 @@ def trained(place: Path, *, adapter: bool = False, **given: Any) -> Any:
     datasets, peft, trl = (pytest.importorskip(name) for name in ("datasets", "peft", "trl"))
     from tests.test_hf import arguments, llama, tokenizer
 
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if adapter else None
+    config = (
+        peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if adapter else None
+    )
     trainer = trl.DPOTrainer(
         llama(),
         ref_model=None if adapter else llama(),

@@ -130,7 +130,7 @@ class Collated:
 
 
 class Pairs(Collated):
-    """Rows of a trainer of preferences, as `Preference` reads them. What the reference says is computed once for each."""
+    """Rows of a trainer of preferences, as `Preference` reads them. Of each, the reference is asked once."""
 
     def __init__(self, rows: Any, trainer: Any) -> None:
         super().__init__(rows, trainer)
@@ -267,8 +267,8 @@ def _tokenized_pairs(queries: Sequence[Any], trainer: Any) -> Any:
     made = trainer._prepare_dataset(rows, trainer.processing_class, trainer.args, "queries")
     if len(made) != len(queries):
         raise DataError(
-            f"the trainer left out {len(queries) - len(made)} of {len(queries)} queries: their prompts fill its max_length. "
-            "Ask with shorter prompts"
+            f"the trainer left out {len(queries) - len(made)} of {len(queries)} queries: their prompts fill its "
+            "max_length. Ask with shorter prompts"
         )
     return [made[position] for position in range(len(made))]
 
@@ -307,7 +307,10 @@ def _preference(trainer: Any) -> Preference | None:
     """The task of TRL's `DPOTrainer`; refuses losses that are not direct preference optimisation's. None of others."""
     if not any(kind.__name__ == "DPOTrainer" for kind in type(trainer).__mro__):
         return None
-    arguments, plain = trainer.args, {"f_divergence_type": "reverse_kl", "ld_alpha": None, "use_weighting": False}
+    arguments, plain = (
+        trainer.args,
+        {"f_divergence_type": "reverse_kl", "ld_alpha": None, "use_weighting": False},
+    )
     given = getattr(arguments, "loss_type", None)
     kinds = [given] if isinstance(given, str) else list(given or ())
     odd = [f"loss_type={kinds}"] if kinds != ["sigmoid"] else []
@@ -319,8 +322,8 @@ def _preference(trainer: Any) -> Preference | None:
     odd += [f"loss_weights={weights}"] if weights not in (None, [1.0]) else []
     if odd:
         raise ModelError(
-            f"the trainer's loss is a variant ({', '.join(odd)}) that is no convex function of the margin's difference, or "
-            "has another margin; whence.Preference is the loss of loss_type='sigmoid'. Give a task with this loss as task="
+            f"the trainer's loss is a variant ({', '.join(odd)}) of direct preference optimisation; "
+            "whence.Preference is the loss of loss_type='sigmoid' alone. Give a task with this loss as task="
         )
     if not hasattr(trainer, "compute_ref_log_probs") or not hasattr(trainer, "ref_model"):
         raise ModelError("this version of TRL does not tell what its reference model says; use 1.0 or later")

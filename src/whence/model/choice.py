@@ -67,7 +67,7 @@ def _percent(part: float) -> str:
 
 
 def _why_forward_mode_fails(network: Network, batch: Batch) -> str | None:
-    """None where one dual-number pass and the backward pass over its graph work, else the first line of what it said."""
+    """None where one dual-number pass and its backward pass work, else the first line of what it said."""
     direction = network.zeros()
     try:
         outputs, leaves, tangent = dual_forward(network, batch, direction)

@@ -63,12 +63,11 @@ def backward_explained() -> Iterator[None]:
     except (WhenceError, torch.OutOfMemoryError):
         raise
     except RuntimeError as error:
-        lines = str(error).strip().splitlines()
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ModelError(
-            f"the model's backward pass failed: {type(error).__name__}: {lines[0] if lines else 'no reason given'} If it "
-            "checkpoints its activations (torch.utils.checkpoint), switch that off, or give a model of float32 with "
-            "use_reentrant=False and product='finite-difference': what is computed again is computed with the model's own "
-            "parameters"
+            f"the model's backward pass failed: {type(error).__name__}: {reason}. If it checkpoints its "
+            "activations (torch.utils.checkpoint), switch that off, or give a model of float32 with use_reentrant=False and "
+            "product='finite-difference': what is computed again is computed with the model's own parameters"
         ) from error
 
 

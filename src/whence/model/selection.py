@@ -78,8 +78,8 @@ def _check_quantised(
     if trained or (asked and set(asked) <= set(quantised)):
         raise ParameterSelectionError(
             f"these parameters are quantised: {_few(trained or asked)}. Numbers of so few bits have no derivatives, so "
-            "nothing can be attributed to them. Train adapters (LoRA) on them and attribute to those, or give the model "
-            "in floating point"
+            "nothing can be attributed to them. Train adapters (LoRA) on them and attribute to those, or give the "
+            "model in floating point"
         )
     if params is None and not _adapters(model, everything):
         raise ParameterSelectionError(
