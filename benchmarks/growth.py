@@ -5,7 +5,8 @@
 A Llama with random weights, a whole `whence.attribute` each time: the quick answer (EK-FAC), and LiSSA with a fixed
 number of steps. One of four sizes is varied at a time, over three values. Seconds are CPU seconds of one thread; bytes
 are the most that tensors took at once beside the model (`benchmarks.memory`). The exponent is the slope of a straight
-line through the logarithms: 1 is linear. Claimed: nothing grows faster than linearly, and memory not at all with the data.
+line through the logarithms: 1 is linear. Claimed: nothing grows faster than
+linearly, and memory not at all with the data.
 
 Results go to ``benchmarks/results/growth.json``.
 """
@@ -38,14 +39,14 @@ class Size:
     width: int = 128
     tokens: int = 32
     queries: int = 2
-    examples: int = 48
+    examples: int = 24
 
 
 VARIED: dict[str, tuple[int, ...]] = {
     "width": (128, 192, 288),
     "tokens": (16, 32, 64),
-    "queries": (2, 6, 18),
-    "examples": (48, 144, 432),
+    "queries": (2, 4, 8),
+    "examples": (24, 72, 216),
 }
 
 
@@ -74,7 +75,7 @@ def asking(size: Size, solver: str) -> tuple[Any, Callable[[], object]]:
         one = Estimate(1.0)
         plan = Plan.from_spectrum(Spectrum(trace=one, frobenius=one, lambda_max=one), DAMPING, chains=1)
         plan = plan.replace(batch_size=4 * size.tokens, num_steps=STEPS)
-        given = {"solver": Lissa(plan, recover=False, residual_batches=1)}
+        given = {"solver": Lissa(plan, recover=False, residual_batches=2)}
     task = LanguageModeling()
     return model, lambda: attribute(
         model, data, queries, task=task, damping=DAMPING, baseline=False, micro_batch=4, **given

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["DEVICE", "StrayTensorError", "on_device", "to_device"]
 
-torch.utils.rename_privateuse1_backend("far")
-DEVICE = torch.device("far", 0)
+#: Of a kind that is not there, so nothing can really be sent to it.
+DEVICE = torch.device("xpu", 0)
 CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy")
@@ -59,6 +59,8 @@ class _Marks:
 
 
 _marks = _Marks()
+#: What autograd made out of nothing in its formulas, wherever it was needed.
+_neutral = _Marks()
 
 
 def is_there(tensor: Tensor) -> bool:
@@ -153,15 +155,13 @@ class _Operations(TorchDispatchMode):
         there = [tensor in _marks for tensor in tensors]
         if any(there) and func not in _MIXING:
             for tensor, marked in zip(tensors, there, strict=True):
-                if not marked and tensor.ndim:
+                if not marked and tensor.ndim and tensor not in _neutral:
                     raise StrayTensorError(
                         f"{func} takes a tensor of the device and a CPU tensor of shape {tuple(tensor.shape)}"
                     )
         result = func(*args, **(kwargs or {}))
-        if (
-            not tensors and not _Operations.asked
-        ):  # autograd's own zeros, which it makes where they are needed
-            tree_map(lambda t: _marks.add(t) if isinstance(t, Tensor) and t.ndim else None, result)
+        if not _Operations.asked and not any(there) and all(tensor in _neutral for tensor in tensors):
+            tree_map(lambda t: _neutral.add(t) if isinstance(t, Tensor) else None, result)
         first = bool(there) and there[0]
         if _Operations.enabled and (first if func in _MIXING else any(there)):
             tree_map(lambda t: _marks.add(t) if isinstance(t, Tensor) else None, result)

@@ -60,7 +60,7 @@ def test_what_writes_into_the_models_own_gradients_is_refused(product: Any, trai
 def test_low_precision_is_refused() -> None:
     model = Checkpointed(use_reentrant=False).bfloat16().eval()
     data = [(x.bfloat16(), y) for x, y in DATA]
-    with pytest.raises(ModelError, match="give a model of float32"):
+    with pytest.raises(ModelError, match="give a float32 model"):
         GaussNewton(model, Classification(), data)
 
 

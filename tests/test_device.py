@@ -96,7 +96,7 @@ def test_products(product: Any, waits_each: int) -> None:
     "given",
     [
         {"solver": "cg", "damping": 0.1},
-        {"solver": "lissa", "damping": 0.1, "budget": "5s"},
+        pytest.param({"solver": "lissa", "damping": 0.1}, marks=pytest.mark.slow),
         {"accuracy": "quick"},
     ],
     ids=lambda given: "-".join(map(str, given.values())),
@@ -110,6 +110,7 @@ def test_attributions(given: dict[str, Any]) -> None:
     assert float((found.scores - expected.scores).norm() / expected.scores.norm()) <= 0.05
 
 
+@pytest.mark.slow
 def test_a_language_model_and_cleaning() -> None:
     task = LanguageModeling()
     expected = whence.attribute(

@@ -138,7 +138,7 @@ class Pairs(Collated):
 
     def __getitem__(self, index: Any) -> dict[str, Tensor]:
         batch = self.batch(index)
-        fields = {}
+        fields: dict[str, Tensor] = {}
         for row, side in enumerate(("chosen", "rejected")):
             real = batch["attention_mask"][row] != 0
             ids = batch["input_ids"][row][real]

@@ -66,8 +66,8 @@ def backward_explained() -> Iterator[None]:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ModelError(
             f"the model's backward pass failed: {type(error).__name__}: {reason}. If it checkpoints its "
-            "activations (torch.utils.checkpoint), switch that off, or give a model of float32 with use_reentrant=False and "
-            "product='finite-difference': what is computed again is computed with the model's own parameters"
+            "activations (torch.utils.checkpoint), switch that off, or give a float32 model with use_reentrant=False "
+            "and product='finite-difference': what is computed again is computed with the model's own parameters"
         ) from error
 
 
