@@ -3,9 +3,9 @@
     python -m benchmarks.damping [NAME …]      measures what is missing, then shows the table and draws the curves
 
 For every work: the linear datamodeling score over a grid of λ with no metric, with that of the gradients' second moment
-measured at θ, and with that of the optimizer; how two halves of the data agree over λ; and what `attribute` finds with
-and without the training's recipe. The constants of `whence.attribution.damping` are then chosen anew with each work
-left out, and the work is judged with those.
+measured at θ, and with that of the optimizer; the strain over λ in both metrics; and what `attribute` finds with and
+without the training's recipe. The constants of `whence.attribution.damping` are then chosen anew with each work left
+out, and the work is judged with those.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from torch import Tensor
 from benchmarks.timing import RESULTS, environment, report
 from benchmarks.truth import truth
 from benchmarks.works import WORKS, Trained, Work, work
-from whence import ConjugateGradient, Damped, GaussNewton, attribute, linear_datamodeling_score
+from whence import ConjugateGradient, Damped, GaussNewton, Options, attribute, linear_datamodeling_score
 from whence.attribution import damping as rule
-from whence.attribution.stability import measure_stability
+from whence.attribution.budget import way_for
+from whence.attribution.planning import SCALE
+from whence.attribution.strain import measure_strain
 from whence.model.second_moment import factored, root_second_moment
+from whence.preconditioners.ekfac import ekfac
 from whence.solvers.shifted import Shifted
 from whence.training import Training
 from whence.validation import Outcomes
@@ -36,9 +39,11 @@ from whence.validation import Outcomes
 DIRECTORY = RESULTS / "damping"
 SEED = 1000
 #: What is measured of a work, in the order of use.
-PARTS = {"without", "with", "scalar", "measured", "optimizer", "agreement"}
+PARTS = {"without", "with", "scalar", "measured", "optimizer", "strain", "strain of the recipe"}
 #: Queries that dear works are asked: a product costs as much as there are columns.
 FEWER = {"llama": 5, "gpt2": 5, "cifar10-cnn": 10}
+#: Iterations of a solve, at most; and of a very dear work, whose smallest λ have not settled after these.
+ITERATIONS, FEWER_ITERATIONS = 40, {"llama": 14}
 #: λ in units of a part of λmax, and of 1/τ or √v.
 KAPPAS = [float(k) for k in np.logspace(-0.5, 3.5, 17)]
 TIMES = [float(c) for c in np.logspace(-1, 2.5, 15)]
@@ -55,38 +60,34 @@ def measure(of: Work) -> None:
     whole = truth(of)
     outcomes = Outcomes(whole.losses[:, :, : len(asked)], whole.subsets, whole.seeds)
     gnh = GaussNewton(trained.model, of.task, train)
-    recipe = recipe_of(trained)
+    recipe, most = recipe_of(trained), FEWER_ITERATIONS.get(of.name, ITERATIONS)
     found |= {"name": of.name, "about": of.about, "examples": len(train), "queries": len(asked)}
     found["parameters"], found["time"], found["adaptive"] = gnh.num_parameters, recipe.time, recipe.adaptive
 
     def scalar() -> dict[str, Any]:
-        top, shifted = solved(gnh, asked, 1 / KAPPAS[-1], relative=True)
+        top, shifted = solved(gnh, asked, 1 / KAPPAS[-1], most=most, relative=True)
         found["lambda_max"] = top
         found["dot product"] = lds(shifted.scores(1e12 * top), outcomes)
         return {"kappa": KAPPAS, "lds": curve(shifted, [top / k for k in KAPPAS], outcomes)}
 
     def measured() -> dict[str, Any]:
         within = gnh.in_metric(root_second_moment(gnh, generator=torch.Generator().manual_seed(0)))
-        _, shifted = solved(within, asked, TIMES[0])
+        _, shifted = solved(within, asked, TIMES[0], most=most)
         return {"damping": TIMES, "lds": curve(shifted, TIMES, outcomes)}
-
-    def agreement() -> list[float]:
-        within = gnh.in_metric(root_second_moment(gnh, generator=torch.Generator().manual_seed(0)))
-        stability = measure_stability(
-            within,
-            within.gradients(asked),
-            torch.tensor(TIMES, dtype=torch.float64),
-            generator=torch.Generator().manual_seed(1),
-        )
-        assert stability is not None
-        return list(stability.agreement.tolist())
 
     def optimizer() -> dict[str, Any] | None:
         if recipe.root_moment is None:
             return None
         own = gnh.in_metric(factored(recipe.root_moment, gnh.network))
-        _, shifted = solved(own, asked, TIMES[0] / recipe.time)
+        _, shifted = solved(own, asked, TIMES[0] / recipe.time, most=most)
         return {"times": TIMES, "lds": curve(shifted, [c / recipe.time for c in TIMES], outcomes)}
+
+    def strain(of_gnh: GaussNewton, dampings: list[float]) -> list[float]:
+        """By EK-FAC where `attribute` answers by EK-FAC."""
+        random = torch.Generator().manual_seed(2)
+        way = way_for(of_gnh, of.queries, Options())
+        factors = ekfac(of_gnh, 1.0, generator=random).with_scale(SCALE) if way.factored else None
+        return [measure_strain(of_gnh, d, generator=random, factors=factors) for d in dampings]
 
     def auto(training: Training | None) -> dict[str, Any]:
         begun = process_time()
@@ -104,7 +105,13 @@ def measure(of: Work) -> None:
         "scalar": scalar,
         "measured": measured,
         "optimizer": optimizer,
-        "agreement": agreement,
+        "strain": lambda: strain(
+            gnh.in_metric(root_second_moment(gnh, generator=torch.Generator().manual_seed(0))), TIMES
+        ),
+        "strain of the recipe": lambda: strain(
+            gnh if recipe.root_moment is None else gnh.in_metric(factored(recipe.root_moment, gnh.network)),
+            [c / recipe.time for c in TIMES],
+        ),
     }
     assert parts.keys() == PARTS
     for name, part in parts.items():
@@ -124,7 +131,7 @@ def recipe_of(trained: Trained) -> Training:
 
 
 def solved(
-    gnh: GaussNewton, asked: list[Any], damping: float, *, relative: bool = False
+    gnh: GaussNewton, asked: list[Any], damping: float, *, most: int, relative: bool = False
 ) -> tuple[float, Shifted]:
     """λmax and scores for all λ, from a solve at the smallest."""
     gradients, top = gnh.gradients(asked), 1.0
@@ -133,7 +140,7 @@ def solved(
         early = first.solve(Damped(gnh, 1.0), gradients, generator=torch.Generator()).stats.shifted
         assert early is not None
         top = float(torch.linalg.eigvalsh(early.T)[-1])
-    solver = ConjugateGradient(score_error=0.1, keep_slopes=True, verify=False, max_iterations=40)
+    solver = ConjugateGradient(score_error=0.1, keep_slopes=True, verify=False, max_iterations=most)
     found = solver.solve(Damped(gnh, damping * top), gradients, generator=torch.Generator()).stats.shifted
     assert found is not None
     return top, found
@@ -166,27 +173,30 @@ def best(row: dict[str, Any], grids: tuple[str, ...] = ALL) -> float:
     return max(max(row[name]["lds"]) for name in grids if row[name] is not None)
 
 
-def without_recipe(row: dict[str, Any], guess: float, agreement: float) -> float:
+def raised(row: dict[str, Any], strain: str, guess: float, allowed: float) -> float:
+    """λ after it was raised for the strain, in units of the grid."""
+    found = float(np.interp(math.log(guess), np.log(TIMES), row[strain]))
+    return guess * max(1.0, (found / allowed) ** 2)
+
+
+def without_recipe(row: dict[str, Any], guess: float, allowed: float) -> float:
     """The LDS that the rule with these constants would have had."""
-    x, curve_ = np.log(row["measured"]["damping"]), row["measured"]
-    fine = np.linspace(x[0], x[-1], 500)
-    allowed = (fine >= math.log(guess)) & (np.interp(fine, x, row["agreement"]) >= agreement)
-    at = fine[allowed][0] if allowed.any() else fine[-1]
-    return float(np.interp(at, x, curve_["lds"]))
+    at = raised(row, "strain", guess, allowed)
+    return float(np.interp(math.log(at), np.log(TIMES), row["measured"]["lds"]))
 
 
-def with_recipe(row: dict[str, Any], constant: float) -> float:
+def with_recipe(row: dict[str, Any], constant: float, allowed: float) -> float:
+    at = raised(row, "strain of the recipe", constant, allowed)
     if row["optimizer"] is not None:
-        return float(np.interp(math.log(constant), np.log(TIMES), row["optimizer"]["lds"]))
-    kappa = row["lambda_max"] * row["time"] / constant
+        return float(np.interp(math.log(at), np.log(TIMES), row["optimizer"]["lds"]))
+    kappa = row["lambda_max"] * row["time"] / at
     return float(np.interp(math.log(kappa), np.log(KAPPAS), row["scalar"]["lds"]))
 
 
-#: That halves of the data must agree is part of the rule; by how much is chosen.
-GUESSES = [
-    (guess, agreement) for guess in (2, 3, 4, 5, 6, 8, 10, 14) for agreement in (0.7, 0.75, 0.8, 0.85, 0.9)
-]
-CONSTANTS = [(c,) for c in (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 14)]
+#: Constants to choose among: λ before it is raised, and how much strain there may be.
+STRAINS = (0.08, 0.1, 0.12, 0.14, 0.16, 0.2, 0.25, 0.3, math.inf)
+GUESSES = [(guess, allowed) for guess in (2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 8) for allowed in STRAINS]
+CONSTANTS = [(c, allowed) for c in (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8) for allowed in STRAINS]
 
 
 def left_out(
@@ -230,7 +240,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     guesses = left_out(rows, without_recipe, GUESSES, 0.04, WITHOUT)
     recipes = left_out(rows, with_recipe, CONSTANTS, 0.02, ALL)
     report(
-        f"LDS: λ = {rule.GUESS:g}, agreement {rule.AGREEMENT:g} without the recipe, {rule.RECIPE:g}/τ with it",
+        f"LDS: λ = {rule.GUESS:g} without the recipe, {rule.RECIPE:g}/τ with it, strain at most {rule.STRAIN:g}",
         (
             "",
             "dot product",

@@ -40,14 +40,14 @@ def measure(of: Work) -> dict[str, Any]:
         begun = perf_counter()
         gnh = GaussNewton(model, of.task, train)
         gnh = gnh.in_metric(metric_of(gnh, None, options))
-        way = way_for(gnh, len(asked), options, recipe=False)
+        way = way_for(gnh, len(asked), options)
         plan = solver = None
         if not way.factored:
             spectrum = estimate_spectrum(gnh, generator=options.generator(1), terms=options.spectrum_terms)
             damping, _ = first_damping(options.damping, None, spectrum, rounding=gnh.rounding)
             solver = choice_for(gnh, spectrum, damping, len(asked), options).best
             plan = Plan.tuned(spectrum, damping, num_terms=gnh.num_terms, chains=options.chains)
-        told = forecast(gnh, way, options, queries=len(asked), recipe=False, plan=plan, solver=solver)
+        told = forecast(gnh, way, options, queries=len(asked), plan=plan, solver=solver)
         planning = perf_counter() - begun
         begun = perf_counter()
         result = attribute(model, train, asked, task=of.task, options=options)

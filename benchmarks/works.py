@@ -365,6 +365,38 @@ _LIST = [
         partial(_sgd, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3), epochs=15, batch=64, cosine=True,
     ),
     Work(
+        "cancer-long", "breast cancer, ReLU MLP, trained to the end, Adam", Classification(),
+        partial(table_data, "breast_cancer", 420),
+        partial(mlp, 30, 48, 2, activation=nn.ReLU), partial(_adam, lr=1e-3), epochs=80,
+    ),
+    Work(
+        "cancer-sgd", "breast cancer, deep tanh MLP, SGD momentum", Classification(),
+        partial(table_data, "breast_cancer", 420),
+        partial(mlp, 30, 24, 24, 2, activation=nn.Tanh), partial(_sgd, lr=0.05, momentum=0.9), epochs=15,
+    ),
+    Work(
+        "digits-long", "clean digits, tanh MLP, trained to the end, AdamW", Classification(), _clean_digits,
+        partial(mlp, 64, 48, 10, activation=nn.Tanh), partial(_adamw, lr=2e-3), epochs=60, batch=64,
+    ),
+    Work(
+        "wine-sgd", "wine, deep GELU MLP, SGD", Classification(), partial(table_data, "wine", 128),
+        partial(mlp, 13, 32, 32, 3, activation=nn.GELU), partial(_sgd, lr=0.1), epochs=60, batch=16,
+    ),
+    Work(
+        "iris-long", "iris, SiLU MLP, trained long, AdamW 0.1", Classification(), partial(table_data, "iris", 100),
+        partial(mlp, 4, 32, 3, activation=nn.SiLU), partial(_adamw, lr=5e-3, weight_decay=0.1), epochs=150, batch=16,
+    ),
+    Work(
+        "mnist-long", "MNIST, 1,000, GELU MLP, trained to the end, AdamW", Classification(),
+        partial(mnist_data, 1000, flat=True),
+        partial(mlp, 784, 64, 10, activation=nn.GELU), partial(_adamw, lr=1e-3), epochs=40, batch=32,
+    ),
+    Work(
+        "diabetes-long", "diabetes, regression, overfitted wide MLP, Adam", Regression(),
+        partial(table_data, "diabetes", 342), partial(mlp, 10, 64, 1, activation=nn.Tanh), partial(_adam, lr=3e-3),
+        epochs=150,
+    ),
+    Work(
         "cifar10-cnn", "CIFAR-10, 3,072, CNN, AdamW 0.05", Classification(), _cifar10,
         partial(cnn, 3, 32, (16, 32, 32)), partial(_adamw, lr=1e-3, weight_decay=0.05), epochs=15, batch=64,
         halves=60,

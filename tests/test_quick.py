@@ -239,9 +239,7 @@ def test_a_budget_ends_a_solve_that_begins_with_the_quick_answer(
     language: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(budget, "HALF_A_MINUTE", 0.0)
-    prices = count_prices(
-        GaussNewton(language["model"], language["task"], language["train"]), 2, Options(), recipe=False
-    )
+    prices = count_prices(GaussNewton(language["model"], language["task"], language["train"]), 2, Options())
     limit = (prices.quick + 2.5 * prices.iteration) / prices.quick
     found = attribute(**language, budget=limit, run_dir=tmp_path / "run")
     assert found.solve.solver == "cg"
@@ -322,7 +320,7 @@ def test_accuracies_that_a_solver_does_not_have(accuracy: str) -> None:
 def test_a_time_buys_by_count() -> None:
     model, train, queries = digits()
     gnh = GaussNewton(model, Classification(), train)
-    prices = count_prices(gnh, len(queries), Options(), recipe=True)
+    prices = count_prices(gnh, len(queries), Options())
     assert prices.quick < prices.exact
     assert prices.iteration < prices.exact
 

@@ -115,7 +115,7 @@ def test_float64_scores_are_inner_products_with_plain_gradients(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(("product", "method"), WAYS)
 def test_float32_scores(case: Case, product: str, method: str) -> None:
-    tolerance = {"exact": 1e-5, "finite-difference": 5e-3}[product]
+    tolerance = {"exact": 5e-5, "finite-difference": 5e-3}[product]  # float32 differs from CPU to CPU
     assert error(everything(scorer(case, product, method, torch.float32)), expected(case)) <= tolerance
 
 

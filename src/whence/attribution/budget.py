@@ -4,7 +4,7 @@ Costs are counted before anything is run, in the currency of `whence.scoring.cos
 over one example, c what starting one costs for each example, q queries and K(q) iterations:
 
     quick       metric 3(F + c), factors 9(F + c), one product 5F + 5c, scores
-    exact       metric, spectrum, halves of the data 8(17F + 5c), conjugate gradients K((1 + 4q)F + 5c), scores
+    exact       metric, spectrum, strain and halves 16(17F + 5c), conjugate gradients K((1 + 4q)F + 5c), scores
 
 **The rule.** The exact solve, where it costs no more than the budget. Else the quick answer, by EK-FAC; and from it on
 by conjugate gradients with EK-FAC as preconditioner, as many iterations as the rest of the budget pays, if these are
@@ -87,9 +87,9 @@ class Way:
     words: str
 
 
-def count_prices(gnh: GaussNewton, queries: int, options: Options, *, recipe: bool) -> Prices:
-    """What an attribution of so many queries costs, by its ways, with or without the training's recipe."""
-    halves = not recipe and part_of_auto(options.damping) is not None
+def count_prices(gnh: GaussNewton, queries: int, options: Options) -> Prices:
+    """What an attribution of so many queries costs, by its ways."""
+    weighed = part_of_auto(options.damping) is not None
     work, n = count_work(gnh), len(gnh.terms)
     F, c = work.flops, work.launching / work.batch
     started = 5 if gnh.product == "exact" else 1 + 4 * queries
@@ -102,7 +102,8 @@ def count_prices(gnh: GaussNewton, queries: int, options: Options, *, recipe: bo
     iteration = (1 + 4 * queries) * F + started * c
     part = min(1.0, options.spectrum_terms / gnh.num_terms)
     exact = shared + part * _SPECTRUM * product(1) + expected_iterations(queries) * iteration
-    exact += HALVES * product(HALVES_COLUMNS) if halves else 0.0
+    # the strain is a solve of as many columns as stability is measured with on two halves, and a pass for lengths
+    exact += 2 * HALVES * product(HALVES_COLUMNS) + 3 * (F + c) if weighed else 0.0
     quick = shared + _FACTORS * min(1.0, FACTOR_TERMS / gnh.num_terms) * (F + c) + product(1)
     return Prices(n * quick, n * exact, n * iteration, n * product(1))
 
@@ -118,18 +119,18 @@ def choose_way(run: Run, job: Job) -> Way:
     def compute() -> Way:
         if job.own_solver is not None:
             return Way(False, True, None, "")
-        return way_for(job.gnh, len(job.queries), job.options, recipe=job.training is not None)
+        return way_for(job.gnh, len(job.queries), job.options)
 
     return run.keep("way", Way, compute)
 
 
-def way_for(gnh: GaussNewton, queries: int, options: Options, *, recipe: bool) -> Way:
-    """The way to go for so many queries, with or without the training's recipe."""
+def way_for(gnh: GaussNewton, queries: int, options: Options) -> Way:
+    """The way to go for so many queries."""
     if options.solver != "auto":
         return Way(False, True, None, "")
     if options.accuracy == "quick":
         return Way(True, False, 0, "The quick answer was asked for.")
-    prices = count_prices(gnh, queries, options, recipe=recipe)
+    prices = count_prices(gnh, queries, options)
     budget, limit = Budget.parse(options.budget), math.inf
     if budget.multiple is not None:
         limit = budget.multiple * prices.quick

@@ -41,6 +41,7 @@ class Paces:
         asked: the queries' gradients.
         factors: EK-FAC.
         product: with one vector, over all of the data.
+        strain: a few examples solved for on all of the data, found by the lengths of their gradients.
         halves: two halves of the data, solved for a few mixtures.
         iteration: a product with all queries, and the algebra of conjugate gradients.
         spectrum: all that is measured of it; ``top``: λmax alone.
@@ -51,6 +52,7 @@ class Paces:
     asked: float
     factors: float
     product: float
+    strain: float
     halves: float
     iteration: float
     spectrum: float
@@ -65,7 +67,7 @@ class Paces:
 
     def exact(self, iterations: float) -> float:
         """An exact solve of so many iterations, with all that goes before and after it."""
-        known = self.metric + self.asked + self.spectrum + self.halves
+        known = self.metric + self.asked + self.spectrum + self.strain + self.halves
         return known + iterations * self.iteration + self.norms
 
     def of(self, way: Way, iterations: float) -> float:
@@ -76,16 +78,13 @@ class Paces:
         return self.quick + (more * self.iteration + self.norms if way.solved else 0.0)
 
 
-def time_phases(
-    gnh: GaussNewton, queries: int, options: Options, *, recipe: bool, examples: int | None = None
-) -> Paces:
+def time_phases(gnh: GaussNewton, queries: int, options: Options, *, examples: int | None = None) -> Paces:
     """Run every phase on as many examples as fit into one pass.
 
     Args:
         gnh: the operator, in the metric of its damping.
         queries: right-hand sides.
         options: of the attribution.
-        recipe: whether the training's recipe is known, so that halves of the data are not asked.
         examples: to be scored; all by default.
     """
     n, generator = len(gnh.terms), torch.Generator().manual_seed(0)
@@ -97,6 +96,7 @@ def time_phases(
         Scorer(gnh, block, method=options.method, norms=norms)  # type: ignore[arg-type]  # checked
         for norms in (False, True)
     )
+    lengths = Scorer(gnh, gnh.zeros(1), norms=True)
 
     def growing(work: Callable[[Tensor], object], count: int = len(some)) -> float:
         """Over all of the data, from so many of them; what a first call costs is not counted."""
@@ -117,16 +117,20 @@ def time_phases(
     factoring(1)
     part = min(1.0, FACTOR_TERMS / gnh.num_terms)
     product = growing(lambda where: gnh.over(where).matvec(vector))
-    halves = part_of_auto(options.damping) is not None and not recipe and n > HALVES_COLUMNS
+    weighed = part_of_auto(options.damping) is not None and n > HALVES_COLUMNS
+    few_solved = 0.0
+    if weighed:
+        few_solved = HALVES * (
+            growing(lambda where: gnh.over(where).matvec(few), len(some) // 4) + algebra(few)
+        )
     return Paces(
         metric=growing(gnh.training_gradient) * min(1.0, BATCH * BATCHES / n),
         asked=queries * _seconds(lambda: gnh.gradients([gnh.terms.data[int(gnh.terms.indices[0])]])),
         # beyond the examples that it is tried on, 9 forwards each, where a product is 5
         factors=factoring(len(some)) + 9 / 5 * product * max(0.0, part - len(some) / n),
         product=product,
-        halves=HALVES * (growing(lambda where: gnh.over(where).matvec(few), len(some) // 4) + algebra(few))
-        if halves
-        else 0.0,
+        strain=few_solved + growing(lengths.score) if weighed else 0.0,
+        halves=few_solved if weighed else 0.0,
         iteration=growing(lambda where: gnh.over(where).matvec(block), gnh.examples_at_once(block))
         + algebra(block),
         spectrum=_SPECTRUM * min(1.0, options.spectrum_terms / gnh.num_terms) * product,
@@ -168,7 +172,6 @@ def forecast(
     options: Options,
     *,
     queries: int,
-    recipe: bool,
     examples: int | None = None,
     plan: Plan | None = None,
     solver: Alternative | None = None,
@@ -180,13 +183,12 @@ def forecast(
         way: that it will go.
         options: of the attribution.
         queries: right-hand sides solved together: they share every batch and its pass at θ.
-        recipe: whether the training's recipe is known.
         examples: to be scored; all by default.
         plan: of the solve, where there will be one from the start.
         solver: the one that was chosen for it.
     """
     scored = len(gnh.terms) if examples is None else examples
-    paces = time_phases(gnh, queries, options, recipe=recipe, examples=examples)
+    paces = time_phases(gnh, queries, options, examples=examples)
     iterations: float = expected_iterations(queries)
     chains, copies = 1, CG_COPIES * queries
     if plan is not None and solver is not None:

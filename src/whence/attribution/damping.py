@@ -1,16 +1,18 @@
 """How much damping: the metric D and the λ of ``H + λD`` that ``damping="auto"`` takes.
 
-*With the training's recipe*, ``λ = 4/τ`` with τ the sum of all learning rates (`whence.training`), in the optimizer's
+*With the training's recipe*, ``λ = 3/τ`` with τ the sum of all learning rates (`whence.training`), in the optimizer's
 own metric: D = √v̂ for Adam, the identity for SGD.
 
-*Without*, as if Adam had trained the model for a time of two thirds: ``λ = 6`` in the metric of √v, the second moment
-of gradients measured at the parameters as they are; and more than that where scores would depend too much on which half
-of the data H is measured on: λ is raised until the scores by two halves agree to 0.85
-(`whence.attribution.stability`).
+*Without*, as if Adam had trained the model for a time of two thirds: ``λ = 4.5`` in the metric of √v, the second moment
+of gradients measured at the parameters as they are.
+
+*Either way*, more where first-order theory would be stretched too far: where the strain is above 0.12 nats
+(`whence.attribution.strain`), λ is multiplied by ``(strain / 0.12)²``. Strain falls about as the root of λ, so this
+brings it there.
 
 ``damping="auto/4"`` is a quarter of that λ, in the same metric: what `whence.tune` finds can be given so.
 
-The three numbers are from ``python -m benchmarks.damping``: ten works, each left out in turn.
+The three numbers are from ``python -m benchmarks.damping``: many works, each left out in turn.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ import torch
 from whence.attribution.job import Job
 from whence.attribution.result import Attribution
 from whence.attribution.stability import Stability, measure_stability
+from whence.attribution.strain import measure_strain
 from whence.errors import OptionError, RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
 from whence.model.second_moment import factored, root_second_moment
 from whence.options import Options, RunOptions
+from whence.preconditioners.ekfac import Ekfac
 from whence.runs import Run, holds, read
 from whence.solvers.plan import part_of_auto, resolve_damping
 from whence.spectrum import Spectrum
@@ -35,23 +39,24 @@ from whence.training import Training
 from whence.vectors import ParamVector
 
 __all__ = [
-    "AGREEMENT",
     "GUESS",
     "RECIPE",
+    "STRAIN",
     "Weighed",
     "first_damping",
     "in_metric",
     "metric_again",
     "metric_of",
+    "raise_for",
     "weigh",
 ]
 
 #: λ times the training's time.
-RECIPE = 4.0
+RECIPE = 3.0
 #: λ where the training is not known, in the metric of √v.
-GUESS = 6.0
-#: What scores by two halves of the data must agree to.
-AGREEMENT = 0.85
+GUESS = 4.5
+#: How much strain there may be, in nats.
+STRAIN = 0.12
 #: λ that stability is measured for: so many, each this many times the one before.
 _GRID, _STEP = 12, 2.0
 
@@ -121,56 +126,70 @@ class Weighed:
         damping: λ.
         words: how it was found.
         stability: what two halves of the data say; None where it was not asked for.
+        strain: of scores at the λ that was found before any was raised; None where λ was given.
     """
 
     damping: float
     words: str
     stability: Stability | None
+    strain: float | None = None
 
 
-def weigh(run: Run, job: Job, gradients: ParamVector, spectrum: Spectrum, *, halves: bool) -> Weighed:
+def weigh(
+    run: Run,
+    job: Job,
+    gradients: ParamVector,
+    spectrum: Spectrum,
+    *,
+    halves: bool,
+    factors: Ekfac | None = None,
+) -> Weighed:
     """λ, as given, from the recipe or by the rule at the top of this file; and how stable scores are with it.
 
     Halves of the data are asked where that was asked for, or where ``halves`` says that it is cheap beside the rest.
+    With factors, these tell the strain.
     """
     if job.own_plan is not None:
         return Weighed(job.own_plan.damping, "λ is that of the solver's plan.", None)
 
     def compute() -> Weighed:
-        part = part_of_auto(job.options.damping)
-        given = job.options.damping if part is None else "auto"
-        least, words = first_damping(given, job.training, spectrum, rounding=gradients.rounding)
-        found, stability = least, None
-        if part is not None and job.training is None and not halves:
-            words += (
-                " Whether scores by two halves of the data agree at this λ was not asked: it is dear here."
-            )
-        elif part is not None and job.training is None:
-            stability = stable_from(least)
-            found = least if stability is None else stability.damping_for(AGREEMENT)
-        if stability is not None and found > least:
-            words += (
-                f" There, scores by two halves of the data agree to {float(stability.agreement[0]):.2f} only, so it "
-                f"was raised {found / least:.3g} times, to where they agree to {AGREEMENT:g}."
-            )
-        found, words = _divided(found, words, part)
-        if found < 0.99 * least:
-            stability = None  # which says nothing of a λ below its own
-        if stability is None and job.options.stability:
-            stability = stable_from(found)
-        return Weighed(found, words, stability)
-
-    def stable_from(damping: float) -> Stability | None:
-        grid = damping * torch.logspace(0, _GRID - 1, _GRID, base=_STEP, dtype=torch.float64)
-        return measure_stability(job.gnh, gradients, grid, generator=job.options.generator(6))
+        options, part = job.options, part_of_auto(job.options.damping)
+        given = options.damping if part is None else "auto"
+        found, words = first_damping(given, job.training, spectrum, rounding=gradients.rounding)
+        strain = None
+        if part is not None:
+            strain = measure_strain(job.gnh, found, generator=options.generator(8), factors=factors)
+            times = raise_for(strain)
+            if times > 1:
+                words += (
+                    f" There, a few examples carry the gradients and would change their own losses so much that "
+                    f"first-order theory is not about them any more (a strain of {strain:.2g} nats, where "
+                    f"{STRAIN:g} would do), so λ was raised {times:.3g} times."
+                )
+            found, words = _divided(found * times, words, part)
+        stability = None
+        if options.stability or (part is not None and halves):
+            grid = found * torch.logspace(0, _GRID - 1, _GRID, base=_STEP, dtype=torch.float64)
+            stability = measure_stability(job.gnh, gradients, grid, generator=options.generator(6))
+        return Weighed(found, words, stability, strain)
 
     return run.keep("damping", Weighed, compute, operator=job.gnh)
+
+
+def raise_for(strain: float) -> float:
+    """What λ is multiplied by at this strain.
+
+    Example:
+        >>> raise_for(0.1), raise_for(2 * STRAIN)
+        (1.0, 4.0)
+    """
+    return max(1.0, (strain / STRAIN) ** 2)
 
 
 def first_damping(
     damping: float | str, training: Training | None, spectrum: Spectrum, *, rounding: float
 ) -> tuple[float, str]:
-    """λ as given, from the recipe, or as it is before halves of the data were asked; and how it was found.
+    """λ as given, from the recipe, or as it is before the strain was asked for; and how it was found.
 
     A λ that is given must leave digits to λmax beside it, with this rounding unit of vectors.
     """

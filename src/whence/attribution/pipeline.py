@@ -23,7 +23,7 @@ from whence.attribution.damping import Weighed, in_metric, weigh
 from whence.attribution.exhibits import Describe, class_name, describer
 from whence.attribution.identity import question_identity, recognise
 from whence.attribution.job import Candidates, Job, check_own_solver, query_terms, scored_positions
-from whence.attribution.planning import Planned, make_factors, make_plan, measure, plan_quick
+from whence.attribution.planning import SCALE, Planned, make_factors, make_plan, measure, plan_quick
 from whence.attribution.ranking import ends_of_rankings, top_is_separated
 from whence.attribution.result import Attribution, Solve, load
 from whence.attribution.scored import Scored
@@ -150,7 +150,8 @@ def attribute(
             factors = make_factors(run, job, way)
         with clock.phase("spectrum"):
             spectrum = measure(run, job, factors)
-            weighed = weigh(run, job, asked.gradients, spectrum, halves=not way.factored)
+            standing_in = None if factors is None else factors.with_scale(SCALE)
+            weighed = weigh(run, job, asked.gradients, spectrum, halves=not way.factored, factors=standing_in)
         first: Scores | None = None
         if factors is not None:
             planned = plan_quick(job, way, factors, spectrum, weighed.damping)

@@ -57,19 +57,6 @@ class Stability:
     spread: Tensor
     relative: Tensor
 
-    def damping_for(self, agreement: float) -> float:
-        """The smallest λ from which on the halves agree by this much, between the grid's points; its end at most."""
-        reached = (self.agreement >= agreement).flip(0).cumprod(0).flip(0).nonzero().flatten()
-        if len(reached) == 0:
-            return float(self.dampings[-1])
-        first = int(reached[0])
-        if first == 0:
-            return float(self.dampings[0])
-        low, high = self.agreement[first - 1], self.agreement[first]
-        share = float((agreement - low) / (high - low))
-        below, above = self.dampings[first - 1].log(), self.dampings[first].log()
-        return float((below + share * (above - below)).exp())
-
     def agreement_at(self, damping: float) -> float:
         """At the grid's nearest λ."""
         return float(self.agreement[self._nearest(damping)])

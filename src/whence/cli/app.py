@@ -91,8 +91,7 @@ def plan(
     queries = len(inputs.queries) if inputs.has_queries or inputs.problem.queries else 1
     gnh = inputs.operator(options)
     gnh = gnh.in_metric(metric_of(gnh, inputs.training, options))
-    recipe = inputs.training is not None
-    way = way_for(gnh, queries, options, recipe=recipe)
+    way = way_for(gnh, queries, options)
     examples = len(gnh.terms) if shortlist is None else len(shortlist)
     made: Plan | None = None
     choice: Choice | None = None
@@ -108,7 +107,6 @@ def plan(
         way,
         options,
         queries=queries,
-        recipe=recipe,
         examples=examples,
         plan=made,
         solver=None if choice is None else choice.best,

@@ -173,8 +173,12 @@ class Call:
     def products(self, rows: Tensor, kind: str) -> Tensor:
         """``⟨u, G⟩`` of every example with directions ``[k, *shape]``: ``[k, n]``.
 
-        Of a linear layer ``Σ_t g_tᵀ u a_t``, without G, where there are few positions and directions.
+        Of a linear layer ``Σ_t g_tᵀ u a_t``, without G, where there are few positions and directions; of an embedding
+        ``Σ_t ⟨u_token t, g_t⟩``, without rows that were not looked up.
         """
+        if self.is_embedding:
+            g, tokens = self._met(self.outputs_by_position)
+            return torch.stack([(row[tokens] * g).flatten(1).sum(1) for row in rows])
         if self.is_linear and kind == "weight":
             g, a = self.outputs_by_position, self.inputs_by_position(bias=False)
             n, positions, outputs = g.shape
@@ -189,14 +193,19 @@ class Call:
 
     def looked_up(self, g: Tensor) -> Tensor:
         """``Σ_t e_{token t} g_tᵀ``, ``[n, vocabulary, width]``, of an embedding."""
-        module = self.module
-        assert isinstance(module, nn.Embedding)
-        tokens, vocabulary = self.inputs.reshape(len(g), -1), module.num_embeddings
-        if module.padding_idx is not None:  # autograd gives that row no gradient
-            g = g.masked_fill((tokens == module.padding_idx).unsqueeze(-1), 0.0)
+        assert isinstance(self.module, nn.Embedding)
+        g, tokens, vocabulary = *self._met(g), self.module.num_embeddings
         result = g.new_zeros(len(g) * vocabulary, g.shape[-1])
         places = tokens + vocabulary * torch.arange(len(g), device=tokens.device).unsqueeze(1)
         return result.index_add_(0, places.flatten(), g.flatten(0, 1)).reshape(len(g), vocabulary, -1)
+
+    def _met(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients at an embedding's positions, and the tokens there; autograd gives a padding's row none."""
+        assert isinstance(self.module, nn.Embedding)
+        tokens = self.inputs.reshape(len(g), -1)
+        if self.module.padding_idx is not None:
+            g = g.masked_fill((tokens == self.module.padding_idx).unsqueeze(-1), 0.0)
+        return g, tokens
 
     def _by_itself(self, kind: str) -> Tensor:
         """By differentiating the layer alone, on every example."""
