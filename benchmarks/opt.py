@@ -82,7 +82,8 @@ def main() -> None:
     begun = time.perf_counter()
     attribute(
         model, data, queries, task=LanguageModeling(), damping=DAMPING, product="finite-difference", micro_batch=1,
-        solver=Lissa(plan, average="last", recover=False, residual_batches=2), baseline=False, spectrum_terms=options.tokens,
+        solver=Lissa(plan, average="last", recover=False, residual_batches=2), baseline=False,
+        spectrum_terms=options.tokens,
     )  # fmt: skip
     peak = resident() - before
     found = json.loads(PATH.read_text()) if PATH.exists() else {}
