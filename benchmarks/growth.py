@@ -73,7 +73,7 @@ def asking(size: Size, solver: str) -> tuple[Any, Callable[[], object]]:
     given: dict[str, Any] = {"accuracy": "quick"}
     if solver == "lissa":
         one = Estimate(1.0)
-        plan = Plan.from_spectrum(Spectrum(trace=one, frobenius=one, lambda_max=one), DAMPING, chains=1)
+        plan = Plan.from_spectrum(Spectrum(trace=one, frobenius=one, lambda_max=one), DAMPING, chains=2)
         plan = plan.replace(batch_size=4 * size.tokens, num_steps=STEPS)
         given = {"solver": Lissa(plan, recover=False, residual_batches=2)}
     task = LanguageModeling()

@@ -77,7 +77,7 @@ def main() -> None:
     selected = sum(p.numel() for p in model.parameters() if p.requires_grad) * 4
     everything = sum(p.numel() for p in model.parameters()) * 4
     one = Estimate(1.0)
-    plan = Plan.from_spectrum(Spectrum(trace=one, frobenius=one, lambda_max=one), DAMPING, chains=1)
+    plan = Plan.from_spectrum(Spectrum(trace=one, frobenius=one, lambda_max=one), DAMPING, chains=2)
     plan = plan.replace(batch_size=options.tokens, num_steps=STEPS)
     begun = time.perf_counter()
     attribute(

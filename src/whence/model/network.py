@@ -179,8 +179,15 @@ class Network:
         """The same as `values`, for gradients to be taken with respect to them."""
         return {name: value.requires_grad_() for name, value in self.values().items()}
 
-    def outputs(self, batch: Batch, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
+    def outputs(
+        self, batch: Batch, parameters: Mapping[str, Tensor] | None = None, *, as_given: bool = False
+    ) -> Tensor:
         """The outputs, with ``parameters`` in place of the model's own where given; in float32 at least.
+
+        Args:
+            batch: the examples.
+            parameters: what to put in place; the model's own by default.
+            as_given: whether these are all, and neither the rest nor the batch is widened.
 
         Raises:
             ModelError, DataError: the model raised something; says on which examples.
@@ -188,22 +195,21 @@ class Network:
         if parameters is None and not self.low_precision:
             return self.as_it_is(batch)
         tensors = self.values() if parameters is None else dict(parameters)
-        if self.low_precision:
+        if self.low_precision and not as_given:
             tensors, batch = self.constants() | tensors, batch.map(widened)
-        return self.as_it_is(batch, tensors)
-
-    def as_it_is(self, batch: Batch, instead: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The outputs of the model itself, with whatever its parameters hold at the moment, but for these."""
+        swapped = {f"model.{slot}": tensor for name, tensor in tensors.items() for slot in self._slots[name]}
         with _explaining(batch):
-            if not instead:
-                return self.task.outputs(self.model, batch)
-            swapped = {
-                f"model.{slot}": tensor for name, tensor in instead.items() for slot in self._slots[name]
-            }
             # torch would tie weights by all their names, of which a module with two has each put back over the other
             result = functional_call(self._module, swapped, (batch,), tie_weights=False)
         assert isinstance(result, Tensor)
         return result
+
+    def as_it_is(self, batch: Batch, instead: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The outputs of the model itself, with whatever its parameters hold at the moment, but for these."""
+        if instead:
+            return self.outputs(batch, instead, as_given=True)
+        with _explaining(batch):
+            return self.task.outputs(self.model, batch)
 
     def pull_back(
         self,
