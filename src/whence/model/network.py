@@ -179,15 +179,8 @@ class Network:
         """The same as `values`, for gradients to be taken with respect to them."""
         return {name: value.requires_grad_() for name, value in self.values().items()}
 
-    def outputs(
-        self, batch: Batch, parameters: Mapping[str, Tensor] | None = None, *, as_given: bool = False
-    ) -> Tensor:
+    def outputs(self, batch: Batch, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """The outputs, with ``parameters`` in place of the model's own where given; in float32 at least.
-
-        Args:
-            batch: the examples.
-            parameters: what to put in place; the model's own by default.
-            as_given: whether these are all, and neither the rest nor the batch is widened.
 
         Raises:
             ModelError, DataError: the model raised something; says on which examples.
@@ -195,21 +188,26 @@ class Network:
         if parameters is None and not self.low_precision:
             return self.as_it_is(batch)
         tensors = self.values() if parameters is None else dict(parameters)
-        if self.low_precision and not as_given:
+        if self.low_precision:
             tensors, batch = self.constants() | tensors, batch.map(widened)
-        swapped = {f"model.{slot}": tensor for name, tensor in tensors.items() for slot in self._slots[name]}
         with _explaining(batch):
             # torch would tie weights by all their names, of which a module with two has each put back over the other
-            result = functional_call(self._module, swapped, (batch,), tie_weights=False)
+            result = functional_call(self._module, self._in_slots(tensors), (batch,), tie_weights=False)
         assert isinstance(result, Tensor)
         return result
 
     def as_it_is(self, batch: Batch, instead: Mapping[str, Tensor] | None = None) -> Tensor:
         """The outputs of the model itself, with whatever its parameters hold at the moment, but for these."""
-        if instead:
-            return self.outputs(batch, instead, as_given=True)
         with _explaining(batch):
-            return self.task.outputs(self.model, batch)
+            if not instead:
+                return self.task.outputs(self.model, batch)
+            result = functional_call(self._module, self._in_slots(instead), (batch,), tie_weights=False)
+        assert isinstance(result, Tensor)
+        return result
+
+    def _in_slots(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by every place that they are kept at."""
+        return {f"model.{slot}": tensor for name, tensor in tensors.items() for slot in self._slots[name]}
 
     def pull_back(
         self,
