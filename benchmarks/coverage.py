@@ -5,17 +5,18 @@ Exact scores are those of conjugate gradients in float64, proven to a millionth 
 what it could have chosen, and what a user can: each at the least effort that its plan asks for. On the larger models
 scores are compared with those of conjugate gradients in float32 that should be right to 1% of their spread.
 
-Models are made certain by multiplying their last layer. Then intervals must hold, or the result must doubt them
-(`Attribution.doubts`).
+Models are made certain by multiplying their last layer; and data say little where there is one example, or all are the
+same, or there are a few. Then intervals must hold, or the result must doubt them (`Attribution.doubts`).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 import whence
 from benchmarks.curves import correlation
 from benchmarks.problems import Problem, digits, exact_scores_of_digits, llama, resnet
-from benchmarks.timing import report, save
+from benchmarks.timing import RESULTS, report, save
 from benchmarks.works import work
 from whence import (
     ConjugateGradient,
@@ -57,6 +58,20 @@ QUERIES = 8
 CERTAIN, FACTORS, CERTAIN_CONDITION, CERTAIN_EXAMPLES, CERTAIN_QUERIES, ENOUGH = (
     ("digits", "mnist"), (1, 3, 10, 30), 20.0, 500, 4, 0.9,
 )  # fmt: skip
+#: Data that say little, of models as they were trained: what is left of the examples.
+FEW: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "one example": lambda examples: examples[:1],
+    "50 equal": lambda examples: examples[:1] * 50,
+    "10 examples": lambda examples: examples[:10],
+}
+#: What is asked of `attribute`; "quick" is the quick answer.
+ASKED: dict[str, dict[str, Any]] = {
+    "cg": {"solver": "cg"},
+    "lissa": {"solver": "lissa"},
+    "quick": {"accuracy": "quick"},
+}
+#: LiSSA is not asked beyond this factor: it plans to take a day and more on some models there.
+LISSA_UP_TO = 10
 
 
 @dataclass(frozen=True)
@@ -168,12 +183,15 @@ def of_larger(problem: Problem) -> dict[str, Any]:
     }
 
 
-def of_certain(name: str, trained: nn.Module, factor: float, seeds: int) -> list[dict[str, Any]]:
-    """Both solvers in both precisions, on a model whose last layer is multiplied."""
+def of_certain(
+    name: str, trained: nn.Module, setting: float | str, solvers: Sequence[str], seeds: range
+) -> list[dict[str, Any]]:
+    """Solvers in both precisions, on a model whose last layer is multiplied, or on data that say little."""
     model, task = copy.deepcopy(trained), work(name).task
-    with torch.no_grad():
-        for parameter in list(model.children())[-1].parameters():
-            parameter.mul_(factor)
+    if not isinstance(setting, str):
+        with torch.no_grad():
+            for parameter in list(model.children())[-1].parameters():
+                parameter.mul_(setting)
 
     def examples(part: tuple[Tensor, ...], count: int, dtype: torch.dtype) -> list[Any]:
         return [(x.to(dtype), int(y)) for x, y in zip(part[0][:count], part[1][:count], strict=True)]
@@ -181,6 +199,8 @@ def of_certain(name: str, trained: nn.Module, factor: float, seeds: int) -> list
     def problem(dtype: torch.dtype) -> tuple[nn.Module, list[Any], list[Any]]:
         data = work(name).data()
         train = examples(data.train, CERTAIN_EXAMPLES, dtype)
+        if isinstance(setting, str):
+            train = FEW[setting](train[seeds.start % 100 :])
         return copy.deepcopy(model).to(dtype), train, examples(data.test, CERTAIN_QUERIES, dtype)
 
     wide, train, queries = problem(torch.float64)
@@ -193,13 +213,13 @@ def of_certain(name: str, trained: nn.Module, factor: float, seeds: int) -> list
     exact = Scorer(gnh, solution.value).score(torch.arange(len(train)))
     rows = []
     for dtype in (torch.float32, torch.float64):
-        for method in ("cg", "lissa"):
+        for method in solvers:
             covered, doubted = [], 0
-            for seed in range(seeds):
+            for seed in seeds:
                 inputs = problem(dtype)
                 try:
                     found = whence.attribute(
-                        *inputs, task=task, damping=damping, solver=method, baseline=False, seed=seed
+                        *inputs, task=task, damping=damping, baseline=False, seed=seed, **ASKED[method]
                     )
                 except SolverError:
                     doubted += 1
@@ -209,34 +229,47 @@ def of_certain(name: str, trained: nn.Module, factor: float, seeds: int) -> list
                 doubted += bool(found.doubts)
             held = sum(covered) / len(covered) if covered else math.nan
             rows.append(
-                {"work": name, "factor": factor, "dtype": str(dtype).removeprefix("torch."), "solver": method,
-                 "covered": held, "doubted": doubted / seeds, "passes": held >= ENOUGH or doubted == seeds}
+                {"work": name, "setting": setting, "dtype": str(dtype).removeprefix("torch."), "solver": method,
+                 "covered": held, "doubted": doubted / len(seeds),
+                 "passes": held >= ENOUGH or doubted == len(seeds)}
             )  # fmt: skip
     return rows
 
 
-def on_certain_models(seeds: int) -> None:
-    """Shown and saved, after every factor: LiSSA takes long where few examples carry the curvature."""
+def on_certain_models(seeds: range, solvers: Sequence[str]) -> None:
+    """Shown and saved, after every setting: LiSSA takes long where few examples carry the curvature.
+
+    Rows of other solvers that were saved with the same seeds are kept.
+    """
+    name = "coverage_certain" + (f"_{seeds.start}" if seeds.start else "")
+    path, about = RESULTS / f"{name}.json", {"first_seed": seeds.start, "seeds": len(seeds)}
     rows: list[dict[str, Any]] = []
+    if path.exists():
+        saved = json.loads(path.read_text())["results"]
+        if {name: saved.get(name) for name in about} == about:
+            rows = [row for row in saved["rows"] if row["solver"] not in solvers]
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", WhenceWarning
         )  # that estimates contradict each other, which a result doubts
-        for name in CERTAIN:
-            trained = work(name).fit(range(len(work(name).train_set())), 0).model
-            for factor in FACTORS:
-                rows += of_certain(name, trained, factor, seeds)
+        for certain in CERTAIN:
+            trained = work(certain).fit(range(len(work(certain).train_set())), seeds.start).model
+            for setting in (*FACTORS, *FEW):
+                too_long = not isinstance(setting, str) and setting > LISSA_UP_TO
+                asked = [solver for solver in solvers if not (solver == "lissa" and too_long)]
+                rows += of_certain(certain, trained, setting, asked, seeds)
                 save(
-                    "coverage_certain",
-                    {"seeds": seeds, "condition_number": CERTAIN_CONDITION, "enough": ENOUGH, "rows": rows},
+                    name,
+                    {**about, "condition_number": CERTAIN_CONDITION, "enough": ENOUGH, "rows": rows},
                 )
     report(
-        f"share of exact scores within 95% intervals, {CERTAIN_QUERIES} queries × {seeds} seeds, last layer multiplied",
-        ("work", "last layer ×", "precision", "solver", "within", "doubted", "≥ 0.9, or doubted"),
+        f"share of exact scores within 95% intervals, {CERTAIN_QUERIES} queries × {len(seeds)} seeds, last layer "
+        "multiplied or data that say little",
+        ("work", "last layer ×, or data", "precision", "solver", "within", "doubted", "≥ 0.9, or doubted"),
         [
             (
                 row["work"],
-                row["factor"],
+                row["setting"],
                 row["dtype"],
                 row["solver"],
                 f"{row['covered']:.3f}",
@@ -307,12 +340,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coverage", description=__doc__.split("\n")[0])
     parser.add_argument("which", nargs="?", default="all", choices=["digits", "certain", "larger", "all"])
     parser.add_argument("--seeds", type=int, default=10, help="solves of each solver at each damping (10)")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="of certain models' training and solves (0)"
+    )
+    parser.add_argument(
+        "--solvers", nargs="*", choices=list(ASKED), default=list(ASKED), help="on certain models"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)  # many small products
     if options.which in ("digits", "all"):
         on_digits(options.seeds)
     if options.which in ("certain", "all"):
-        on_certain_models(min(options.seeds, 3))
+        first = options.first_seed
+        on_certain_models(range(first, first + min(options.seeds, 3)), options.solvers)
     if options.which in ("larger", "all"):
         whence.keep_freed_memory()
         on_larger_models()

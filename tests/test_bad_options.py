@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
+import whence
 from small import DOUBLE, NOT_POSITIVE, Wrapped, classifier, generator, operator
 from whence import (
     Classification,
@@ -245,6 +247,51 @@ def test_lissa_refuses_a_plan_that_would_never_end() -> None:
     plan = PLAN.replace(num_steps=10**9)
     with pytest.raises(OptionError, match=r"asks for 4e\+09 steps.*Use solver='cg', or a larger damping"):
         Lissa(plan).solve(Damped(untouchable(), 0.5), right_hand_side(1, 2), generator=generator())
+
+
+@pytest.mark.parametrize("path", [5, 3.5, b"run", ["run"], True, "", "a\0b"], ids=repr)
+def test_what_is_no_path_is_refused_before_the_data_are_read(path: Any) -> None:
+    class Unread:
+        def __len__(self) -> int:
+            raise AssertionError("it was read")
+
+    result = whence.attribute(classifier(), vectors(DOUBLE), vectors(DOUBLE)[:1], task=Classification())
+    asked: dict[str, Any] = {"task": Classification(), "run_dir": path}
+    for use in (
+        lambda: whence.attribute(classifier(), Unread(), [], **asked),
+        lambda: whence.clean(classifier(), Unread(), **asked),
+        lambda: whence.load(path),
+        lambda: result.save(path),
+        lambda: result.to_html(path),
+    ):
+        with pytest.raises(OptionError, match="give a path, such as"):
+            use()
+
+
+@pytest.mark.parametrize("name", ["damping", "accuracy", "seed", "refine", "chains", "shown", "budget"])
+@pytest.mark.parametrize("value", [10**400, -(10**5000)], ids=["10^400", "-10^5000"])
+def test_numbers_that_no_float_holds_are_refused(name: str, value: int) -> None:
+    with pytest.raises(OptionError, match=f"{name} is beyond all numbers"):
+        whence.Options(**{name: value})
+
+
+@pytest.mark.parametrize("command", [whence.attribute, whence.clean])
+def test_what_cannot_be_shown_is_told_before_the_work(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GaussNewton, "matvec", lambda *_: 1 / 0)
+    data = vectors(DOUBLE)
+    with pytest.raises(DataError, match="what to show of example 0 cannot be told"):
+        command(classifier(), data, queries=data[:1], task=Classification(), describe=lambda *_: {}["x"])
+
+
+def test_data_whose_squares_overflow_are_told_as_that() -> None:
+    random = torch.Generator().manual_seed(0)
+    data = [(torch.randn(4, generator=random), i % 3) for i in range(8)]
+    data[7] = (torch.full((4,), 1e38), 1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
+    with pytest.raises(SolverError, match="gradients or products overflowed"):
+        whence.attribute(model, data, data[:1], task=Classification())
 
 
 def test_linear_algebra_that_fails_is_a_solver_error() -> None:

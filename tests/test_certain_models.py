@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +20,15 @@ from whence import (
     LanguageModeling,
     ParamVector,
     attribute,
+    clean,
+    load,
 )
+from whence.attribution.page import accuracy_words
+from whence.cleaning import load_cleaning
 from whence.errors import WhenceWarning
 from whence.scoring import Scorer
 from whence.tasks import Batch, Task
+from whence.validation.verdicts import solver_check
 
 #: Logits of four classes, whose likeliest is the label in all rows but the last: p is 1 - 1e-9, 1 - 1e-10, 1 - 1e-16.
 OUTPUTS = torch.tensor(
@@ -165,7 +171,9 @@ def sure_but_for_two() -> tuple[nn.Module, list[tuple[Tensor, int]]]:
     return model, [(x, 1) for x in points]
 
 
-def asked(model: nn.Module, data: list[tuple[Tensor, int]], solver: str, queries: int = 3) -> Attribution:
+def asked(
+    model: nn.Module, data: list[tuple[Tensor, int]], solver: str, queries: int = 3, accuracy: str = "auto"
+) -> Attribution:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WhenceWarning)  # estimates of the spectrum contradict each other
         return attribute(
@@ -175,6 +183,7 @@ def asked(model: nn.Module, data: list[tuple[Tensor, int]], solver: str, queries
             task=Classification(),
             damping="lambda_max/20",
             solver=solver,
+            accuracy=accuracy,
             baseline=False,
         )
 
@@ -223,3 +232,70 @@ def test_a_query_that_has_no_gradient_left_is_doubted_by_its_number() -> None:
     assert any("gradient of query 0, 2 is zero" in doubt for doubt in found.doubts)
     assert not found.scores[0].any()
     assert found.scores[1].any()
+
+
+@pytest.mark.parametrize("copies", [1, 40])
+@pytest.mark.parametrize("different", [1, 12])
+def test_a_quick_answer_from_few_examples_is_doubted_however_often_they_are_there(
+    different: int, copies: int
+) -> None:
+    model, data = network()
+    found = attribute(
+        model,
+        data[2 : 2 + different] * copies,
+        data[:1],
+        task=Classification(),
+        damping="lambda_max/20",
+        accuracy="quick",
+    )
+    assert found.solve.solver == "ekfac"
+    assert f"of which only {different} {'is' if different == 1 else 'are'} different" in found.doubts[-1]
+    assert "in doubt" in accuracy_words(found)
+
+
+def test_a_quick_answer_about_what_the_examples_do_not_see_is_doubted() -> None:
+    """Examples on a line, and a query off it: the error of the solution is where no example is, mostly."""
+    model, _ = network()
+    random = torch.Generator().manual_seed(1)
+    points, labels = torch.randn(40, 2, generator=random), torch.randint(2, (40,), generator=random)
+    query = [(torch.tensor([0.01, 2.0]), 0)]
+    for off_the_line, seen in ((0.0, False), (1.0, True)):
+        data = [(x * torch.tensor([1.0, off_the_line]), int(y)) for x, y in zip(points, labels, strict=True)]
+        found = attribute(
+            model, data, query, task=Classification(), damping="lambda_max/1000", accuracy="quick"
+        )
+        assert ("have no curvature" in " ".join(found.doubts)) == (not seen)
+
+
+def test_a_quick_answer_from_examples_that_say_enough_is_not_doubted() -> None:
+    model, data = network()
+    found = asked(model, data, "auto", accuracy="quick")
+    assert found.doubts == ()
+    assert covered(found, model, data) >= 0.9
+    assert "in doubt" not in accuracy_words(found)
+
+
+def test_wherever_a_bar_is_shown_its_doubts_are_too(tmp_path: Path) -> None:
+    """Also when it is read back, and in parts of a ranking."""
+    model, data = sure_but_for_two()
+    found = asked(model, data, "cg")
+    found.save(tmp_path / "saved")
+    for result in (found, load(tmp_path / "saved")):
+        assert result.doubts == found.doubts
+        doubt = found.doubts[0]
+        ranking = result.top(2)
+        for shown in (ranking, ranking.of_query(1), ranking[:1]):
+            assert f"note: {doubt}" in str(shown)
+        assert result.to_pandas().attrs["doubts"] == ranking.to_pandas().attrs["doubts"] == list(found.doubts)
+        page = result.to_html(tmp_path / "page.html").read_text()
+        assert page.count("Intervals in doubt.") == 3  # at each question
+        assert solver_check(result).verdict == "cannot tell"
+        assert doubt in solver_check(result).sentence
+
+
+def test_harm_says_that_its_intervals_are_doubted(tmp_path: Path) -> None:
+    model, data = sure_but_for_two()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WhenceWarning)
+        clean(model, data, task=Classification(), queries=data[1:2], rank=2, exact_solves=0, run_dir=tmp_path)
+    assert any("few examples carry the curvature" in note for note in load_cleaning(tmp_path).notes)

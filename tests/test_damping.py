@@ -12,11 +12,13 @@ from torch import nn
 
 import whence
 from dense import dense_gauss_newton
-from whence import Classification, GaussNewton, ParamVector, attribute, load, validate
-from whence.attribution.damping import AGREEMENT, GUESS, RECIPE
-from whence.attribution.stability import Stability, measure_stability
+from whence import Classification, GaussNewton, Options, ParamVector, attribute, load, validate
+from whence.attribution.damping import GUESS, RECIPE, STRAIN, metric_of, raise_for
+from whence.attribution.stability import measure_stability
+from whence.attribution.strain import PROBES, measure_strain
 from whence.errors import OptionError
 from whence.model.second_moment import BATCH, factored, root_second_moment
+from whence.preconditioners.ekfac import ekfac
 
 TASK = Classification()
 
@@ -139,7 +141,8 @@ def test_a_part_of_auto_is_in_the_same_metric() -> None:
         )
         assert part.solve.plan.damping == pytest.approx(whole.solve.plan.damping / 16)
         assert part.solve.in_metric
-        assert part.stability is None  # it was measured for larger λ
+        assert part.stability is not None
+        assert float(part.stability.dampings[0]) == pytest.approx(part.solve.plan.damping)
         assert "Divided by 16" in part.solve.damping_words
         again = part.over_damping([whole.solve.plan.damping]).scores[0]
         assert correlation(again, whole.scores) > 0.99
@@ -148,15 +151,81 @@ def test_a_part_of_auto_is_in_the_same_metric() -> None:
     assert float(asked.stability.dampings[0]) == pytest.approx(asked.solve.plan.damping)
 
 
-def test_where_halves_disagree_more_damping_is_taken() -> None:
-    rising = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
-    found = Stability(rising, torch.tensor([0.2, 0.6, 0.9, 0.99]), torch.ones(4, 3), torch.ones(4))
-    assert 2 < found.damping_for(AGREEMENT) < 4
-    assert found.damping_for(0.1) == 1.0
-    assert found.damping_for(0.999) == 8.0
-    # what agrees again after it did not is not trusted
-    uneven = Stability(rising, torch.tensor([0.9, 0.5, 0.9, 0.99]), torch.ones(4, 3), torch.ones(4))
-    assert uneven.damping_for(0.8) > 2
+def dense_strain(damping: float) -> tuple[float, float]:
+    """By all examples, and by those in the middle of parts of the sum of squares."""
+    model, train, _ = problem()
+    dense = dense_gauss_newton(GaussNewton(model, TASK, train))
+    gradients = dense.flatten(GaussNewton(model, TASK, train).gradients(train))
+    eye = torch.eye(len(dense.matrix), dtype=torch.float64)
+    own = (gradients * torch.linalg.solve(dense.matrix + damping * eye, gradients.T).T).sum(1) / len(train)
+    squares = gradients.square().sum(1).sort(descending=True)
+    own, w = own[squares.indices], squares.values / squares.values.sum()
+    middles = torch.searchsorted(w.cumsum(0), (torch.arange(PROBES) + 0.5).double() / PROBES)
+    root = float(w.square().sum().sqrt())
+    return float((w * own).sum()) * root, float(own[middles].mean()) * root
+
+
+@pytest.mark.parametrize("damping", [0.02, 0.5])
+def test_the_strain_is_that_of_dense_solves(damping: float) -> None:
+    model, train, _ = problem()
+    gnh = GaussNewton(model, TASK, train)
+    whole, few = dense_strain(damping)
+    found = measure_strain(gnh, damping, generator=torch.Generator())
+    assert found == pytest.approx(few, rel=0.05)
+    assert found == pytest.approx(whole, rel=0.35)
+    factors = ekfac(gnh, 1.0, generator=torch.Generator().manual_seed(0))
+    gradients = gnh.gradients(train)
+    own = gradients.dot(factors.with_damping(damping).solve(gradients)) / len(train)
+    by_factors = measure_strain(gnh, damping, generator=torch.Generator(), factors=factors)
+    squares = gradients.dot(gradients)
+    order = squares.argsort(descending=True)
+    w = squares[order] / squares.sum()
+    middles = torch.searchsorted(w.cumsum(0), (torch.arange(PROBES) + 0.5).double() / PROBES)
+    assert by_factors == pytest.approx(float(own[order][middles].mean() * w.square().sum().sqrt()))
+
+
+def test_the_strain_of_examples_without_gradients_is_zero() -> None:
+    class Dead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([(x * self.weight * 0).sum(1), torch.zeros(len(x))], 1) + 50 * x[:, :1]
+
+    train = [(torch.ones(2), 0), (torch.full((2,), 2.0), 0)]
+    assert measure_strain(GaussNewton(Dead().eval(), TASK, train), 1.0, generator=torch.Generator()) == 0
+
+
+def test_a_model_certain_of_all_but_a_few_examples_gets_more_damping() -> None:
+    """Two clouds far apart, with two wrong labels, and a network that has learned all but these."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 4, generator=random) + torch.tensor([2.5, 0, 0, 0]) * (
+        torch.arange(120) % 2 * 2 - 1
+    ).unsqueeze(1)
+    y = torch.arange(120) % 2
+    y[:2] = 1 - y[:2]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(150):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    model.eval()
+    train = list(zip(x, y, strict=True))
+    for training, first in ((None, GUESS), (optimizer, RECIPE / 3)):
+        result = attribute(model, train, train[4:6], task=TASK, training=training)
+        gnh = GaussNewton(model, TASK, train)
+        metric = metric_of(
+            gnh, None if training is None else whence.Training.read(training, model), Options()
+        )
+        strain = measure_strain(gnh.in_metric(metric), first, generator=torch.Generator())
+        assert strain > STRAIN
+        assert result.solve.plan.damping == pytest.approx(first * raise_for(strain), rel=0.02)
+        assert "first-order theory" in result.solve.damping_words
+        quick = attribute(model, train, train[4:6], task=TASK, training=training, accuracy="quick")
+        assert quick.solve.plan.damping > first
 
 
 def test_halves_agree_as_dense_solves_on_them_do() -> None:
@@ -242,9 +311,9 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 20])
-def test_few_or_equal_examples_need_no_halves(count: int) -> None:
+def test_few_or_equal_examples_have_a_damping(count: int) -> None:
     torch.manual_seed(0)
     example = (torch.randn(2), 1)
     result = attribute(nn.Linear(2, 3).eval(), [example] * count, [example], task=TASK)
-    assert result.solve.plan.damping == pytest.approx(GUESS)
+    assert result.solve.plan.damping >= GUESS * (1 - 1e-9)
     assert bool(result.scores.isfinite().all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import whence
+from small import generator
 from tests.tiny_hf import CHAT, byte_level
 from whence.errors import DataError, ModelError
 from whence.model.selection import select_parameters
@@ -169,6 +171,55 @@ def test_another_loss_is_refused(tmp_path: Path) -> None:
     assert smoothed.model.training
     smoothed.label_smoother = None
     hf.attribute(smoothed, QUERY, damping=1.0)
+
+
+class Particular(transformers.Trainer):  # type: ignore[misc]  # has no types
+    """Its loss is twice the usual one on some rows."""
+
+    kind: Any
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
+        inputs = dict(inputs)
+        doubled = self.kind(inputs)
+        inputs.pop("source", None)
+        return super().compute_loss(model, inputs, *args, **given) * (2 if doubled else 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        (lambda inputs: False, False),
+        (lambda inputs: inputs["source"].item() == 7, True),  # as rows of one source are weighed
+        (lambda inputs: inputs["labels"].shape[1] > 40, True),
+        (lambda inputs: int((inputs["labels"] == -100).sum()) > 10, True),
+    ],
+    ids=["never", "source", "length", "masks"],
+)
+def test_a_loss_that_is_another_on_a_few_rows_is_refused(kind: Any, refused: bool, tmp_path: Path) -> None:
+    """On one of 100 rows, in the middle; all rows have a column with a value of their own beside."""
+    rows = []
+    for number in range(100):
+        ids = torch.randint(2, 300, (48 if number == 41 else 12,), generator=generator(number))
+        labels = ids.clone()
+        if number == 67:
+            labels[:11] = -100
+        one = {"input_ids": ids, "labels": labels, "source": torch.tensor(7 if number == 53 else number % 3)}
+        rows.append({**one, "row": torch.tensor(number)})
+
+    def collate(found: list[Any]) -> dict[str, Any]:
+        return {name: torch.stack([row[name] for row in found]) for name in ("input_ids", "labels", "source")}
+
+    settings = arguments(transformers.TrainingArguments, tmp_path, remove_unused_columns=False)
+    trainer = Particular(llama(), settings, train_dataset=rows, data_collator=collate)
+    trainer.kind = kind
+    check = partial(
+        hf._check_loss, trainer, trainer.model.eval(), whence.LanguageModeling(), hf.Collated(rows, trainer)
+    )
+    if not refused:
+        check()
+        return
+    with pytest.raises(ModelError, match=r"trainer's loss of row (41|53|67) "):
+        check()
 
 
 def test_a_classifier(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from run_samples import same
 from small import generator, operator
-from test_runs import same
 from whence import (
     ConjugateGradient,
     Damped,
@@ -197,7 +197,7 @@ def test_a_solve_that_recovers_from_divergence_can_be_interrupted_anywhere(
     assert len(whole.stats.events) >= 2
     assert whole.stats.plan is not None
     assert calls > whole.stats.plan.chains * whole.stats.plan.num_steps + 1
-    assert "Starting again with" in whole.stats.events[-1]
+    assert "again with η" in whole.stats.events[-1]
 
 
 # --- solves of networks ------------------------------------------------------------------------------------------

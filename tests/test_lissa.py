@@ -152,6 +152,32 @@ def test_too_small_a_batch_is_answered_by_a_larger_one_aloud() -> None:
     assert "|B| = " in solution.stats.events[-1]
 
 
+@pytest.mark.parametrize(("escape", "kept"), [("batch", 2), ("step", 0)])
+def test_chains_that_are_done_are_kept_unless_the_step_was_too_long(escape: str, kept: int) -> None:
+    A, g = counterexample(), right_hand_side(8)
+    plan = exact_plan(A)
+    system = Damped(A, DAMPING)
+    solver = Lissa(plan)
+    state = solver.begin(system, g, generator=torch.Generator().manual_seed(0))
+    while len(state.finished) < 2 or state.chain is None:
+        solver.step(system, g, state)
+    done, products = list(state.finished), state.products
+    if escape == "step":  # H is the identity: the plan's step is not too long, and 2.5 times that is
+        state.plan = plan.replace(step_size=2.5 * plan.step_size)
+    state.chain.iterate.copy_(g.clone().scale_(1e6 * float(state.radius.max())))
+    with pytest.warns(WhenceWarning, match="this chain again" if kept else "all chains again"):
+        solver.step(system, g, state)
+    assert state.finished == done[:kept]
+    assert len(state.paths) == kept
+    assert state.chain is None
+    _to_the_end(solver, system, g, state)
+    solution = solver.finish(system, g, state)
+    assert len(solution.chains) == plan.chains
+    assert bool(solution.converged)
+    if kept:
+        assert state.products - products == 1 + (plan.chains - kept) * plan.num_steps
+
+
 def test_a_larger_batch_is_larger_where_examples_are_drawn_whole() -> None:
     """Half a passage is drawn as one passage, and so was its double."""
     train = [{"input_ids": (torch.arange(20) * k) % 17} for k in range(1, 7)]

@@ -133,6 +133,14 @@ def test_gradients_that_are_zero_have_the_solution_zero() -> None:
     assert float(found.residual.max()) == 0
 
 
+def test_a_gradient_with_no_digits_left_spoils_no_other() -> None:
+    """In float32, 1e-40 cannot be made as long as the others."""
+    P = Diagonal(torch.ones(3), 1.0)
+    rhs = ParamVector({"x": torch.tensor([[1.0, 2.0, 3.0], [1e-40, 0.0, 0.0]])}, columns=2)
+    found = Factored(preconditioner=P).solve(Damped(Dense(torch.eye(3)), 1.0), rhs, generator=generator())
+    torch.testing.assert_close(found.value["x"][0], rhs["x"][0] / 2)
+
+
 def test_a_preconditioner_of_another_damping_is_refused() -> None:
     P = Diagonal(torch.ones(3, dtype=DOUBLE), 2.0)
     rhs = ParamVector({"x": torch.ones(3, dtype=DOUBLE)})

@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 import whence
+from run_samples import forged
 from small import DOUBLE, classifier
-from test_runs import forged
 from tiny_hf import gpt2_directory
 from whence import Classification
 from whence.cli import app
-from whence.errors import ModelError, RunDirectoryError, StorageError
+from whence.errors import ModelError, OptionError, RunDirectoryError, StorageError
 from whence.runs import Run
 from whence.runs.files import checksum
 from whence.sources import load_model
@@ -205,6 +205,35 @@ def test_a_result_is_of_its_examples_each_once(tmp_path: Path, change: str) -> N
     for use in (whence.load, attribute):
         with pytest.raises(RunDirectoryError, match=r"not those of its 2[01] examples, each once"):
             use(tmp_path)
+
+
+def test_examples_that_are_claimed_take_no_memory(tmp_path: Path) -> None:
+    """Ten quadrillion, of which 20 were scored: what is there can be shown, and nothing is made for the others."""
+    attribute(tmp_path)
+    tree = json.loads((tmp_path / "result.json").read_text())
+    tree |= {"num_examples": 10**16, "not_scored": "the others"}
+    (tmp_path / "result.json").write_text(json.dumps(tree))
+    renamed(tmp_path, "result")
+    result = whence.load(tmp_path)
+    assert len(result.top(3)) == 3
+    assert len(result.to_pandas()) == 20
+    result.to_html(tmp_path / "page.html")
+    for use in (lambda: result.scores, lambda: result.stderr, result.interval, lambda: result.effects):
+        with pytest.raises(OptionError, match=r"all 10,000,000,000,000,000 examples take .*use to_pandas"):
+            use()
+
+
+@pytest.mark.parametrize("changes", [{"chains": 5000}, {"damping": 1e-9}])
+def test_a_plan_that_was_not_asked_for_is_refused(tmp_path: Path, changes: dict[str, float]) -> None:
+    attribute(tmp_path)
+    tree = json.loads((tmp_path / "plan.json").read_text())
+    tree["plan"] |= changes
+    (tmp_path / "plan.json").write_text(json.dumps(tree))
+    renamed(tmp_path, "plan")
+    with Run.again(tmp_path) as run:
+        run.drop("result")
+    with pytest.raises(RunDirectoryError, match=r"the plan in .* is for .* the run for 4 and 0\.1"):
+        attribute(tmp_path)
 
 
 @pytest.mark.parametrize("changes", [{"rank": 0}, {"rank": 10**9}, {"at_once": 10**9}, {"part": -1}])

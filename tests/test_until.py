@@ -15,8 +15,8 @@ import torch
 
 import digits
 import whence
+from run_samples import Failing, Killed, same
 from small import DOUBLE, classifier
-from test_runs import Failing, Killed, same
 from whence import Attribution, Classification, ConjugateGradient
 from whence.attribution.ranking import top_is_separated
 from whence.attribution.scored import Scored

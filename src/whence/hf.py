@@ -7,14 +7,15 @@
     result.to_html("report.html")
 
 What the trainer's collator makes of a row is what the model was trained on, so it is what is scored: masked prompts of
-TRL's `SFTTrainer` and packed sequences with their position ids included. Before anything long, the losses of two
-examples are compared with the trainer's own, and a trainer with another loss is refused.
+TRL's `SFTTrainer` and packed sequences with their position ids included. Before anything long, the losses of some
+examples, unlike each other, are compared with the trainer's own, and a trainer with another loss is refused.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,6 +47,9 @@ _Callback: Any = transformers.TrainerCallback
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.03
 #: Where packed texts begin, once more, for kernels that need it so; the position ids say it, too.
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k")
+#: Rows whose losses are compared at most, and how many are looked at to find them; values that a column may have there
+#: to tell kinds of rows; labels that are not predicted.
+_COMPARED, _LOOKED_AT, _KINDS, _LEFT_OUT = 16, 256, 32, -100
 
 
 def attribute(
@@ -110,10 +114,14 @@ class Collated:
     def batch(self, index: int) -> Mapping[str, Any]:
         """What the collator makes of one row."""
         row = self.rows[index]
-        if self._kept is not None and isinstance(row, Mapping):
-            row = {name: value for name, value in row.items() if name in self._kept}
+        if isinstance(row, Mapping):
+            row = self.of_use(row)
         found: Mapping[str, Any] = self._collate([row])
         return found
+
+    def of_use(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The columns of a row that the collator is given."""
+        return row if self._kept is None else {name: row[name] for name in row if name in self._kept}
 
     def __getitem__(self, index: Any) -> dict[str, Tensor]:
         example = {}
@@ -359,21 +367,57 @@ def _optimizer(args: Any) -> str:
     return next((kind for kind in ("adam", "sgd") if name.startswith(kind)), name)
 
 
+def _telling(rows: Collated) -> list[int]:
+    """The first row, the last one, and some between that are unlike them, so that each kind of row is among them.
+
+    A loss may weigh classes, sources or columns, or treat long rows otherwise. So of rows spread over the data what can
+    be told of each is counted (`_marks`), and from the rarest on a row is taken for everything that no other row has.
+    """
+    count = len(rows)
+    looked = torch.linspace(0, count - 1, min(count, _LOOKED_AT), dtype=torch.float64).long().tolist()
+    marks = {position: set(_marks(rows, position)) for position in looked}
+    values: dict[str, set[Any]] = {}
+    for name, value in set().union(*marks.values()):
+        values.setdefault(name, set()).add(value)
+    often = Counter(
+        mark for found in marks.values() for mark in found if len(values[mark[0]]) <= _KINDS
+    )  # what nearly every row has of its own, such as a name, tells of no kind
+    chosen = [looked[0], *({looked[-1]} - {looked[0]})]
+    for mark, _ in sorted(often.items(), key=lambda item: (item[1], str(item[0]))):
+        if len(chosen) < _COMPARED and not any(mark in marks[position] for position in chosen):
+            chosen.append(next(position for position in looked if mark in marks[position]))
+    return chosen
+
+
+def _marks(rows: Collated, position: int) -> Iterator[tuple[str, Any]]:
+    """What can be told of a row: which columns it has, single values, lengths to a factor of two."""
+    row, example = rows.rows[position], rows[position]
+    columns = rows.of_use(row).items() if isinstance(row, Mapping) else ()
+    for name, value in (*columns, *((f"{name} as collated", value) for name, value in example.items())):
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if value is None or isinstance(value, (bool, int, float, str)):
+            yield name, value
+        elif hasattr(value, "__len__"):
+            yield f"length of {name}", len(value).bit_length()
+        if isinstance(value, Tensor) and value.dtype == torch.long:
+            yield f"left out of {name}", int((value == _LEFT_OUT).sum()).bit_length()
+
+
 def _check_loss(trainer: Any, model: nn.Module, task: Task, rows: Collated) -> None:
-    """Refuse a trainer whose loss of an example is not the task's mean over its terms."""
-    positions = [0, len(rows) - 1] if len(rows) > 1 else [0]
+    """Refuse a trainer whose loss of an example is not the task's mean over its terms, as far as some rows tell."""
+    positions = _telling(rows)
     device = next(model.parameters()).device
-    examples = [rows[position] for position in positions]
-    batch = task.collate(examples).to(device)
     half = getattr(trainer.args, "bf16", False) or getattr(trainer.args, "fp16", False)
     half = half or next(model.parameters()).element_size() < 4
     metrics = copy.deepcopy(getattr(trainer, "_metrics", None))  # which TRL's trainers add to
     with torch.no_grad():
-        outputs = task.outputs(model, batch)
-        task.check(outputs, batch)
-        ours = task.query_losses(outputs, batch).double().tolist()
-        theirs = []
+        ours, theirs = [], []
         for position in positions:
+            batch = task.collate([rows[position]]).to(device)
+            outputs = task.outputs(model, batch)
+            task.check(outputs, batch)
+            ours.append(float(task.query_losses(outputs, batch)))
             inputs = {
                 name: value.to(device) if isinstance(value, Tensor) else value
                 for name, value in rows.batch(position).items()

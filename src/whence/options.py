@@ -34,6 +34,8 @@ __all__ = [
     "takes",
 ]
 
+#: Whole numbers are below this, which a float holds and which can be written out.
+_LARGE = 10**300
 #: What an option may be, in words.
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", NoneType: "None"}
 
@@ -66,7 +68,10 @@ class MeasureOptions:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
             kinds = get_args(hint) or (hint,)
-            fits = type(getattr(self, name)) in (*kinds, *([int] if float in kinds else []))
+            value = getattr(self, name)
+            fits = type(value) in (*kinds, *([int] if float in kinds else []))
+            if type(value) is int and not -_LARGE < value < _LARGE:
+                fits = False
             self._refuse_unless(fits, name, f"it must be {' or '.join(_KINDS[kind] for kind in kinds)}")
         self._one_of("product", "auto", "exact", "finite-difference")
         for name in ("micro_batch", "spectrum_terms", "part_size", "shown"):
@@ -77,7 +82,9 @@ class MeasureOptions:
 
     def _refuse_unless(self, fits: bool, name: str, remedy: str) -> None:
         if not fits:
-            raise OptionError(f"{name} is {getattr(self, name)!r}; {remedy}")
+            value = getattr(self, name)
+            large = type(value) is int and not -_LARGE < value < _LARGE  # too long to be shown
+            raise OptionError(f"{name} is {'beyond all numbers' if large else repr(value)}; {remedy}")
 
     def _one_of(self, name: str, *values: str) -> None:
         *first, last = map(repr, values)

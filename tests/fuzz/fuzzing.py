@@ -19,7 +19,7 @@ JUNK: st.SearchStrategy[Any] = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-3, 5),
-    st.sampled_from([2**31, 2**40, 2**63, 2**70, -(2**70)]),
+    st.sampled_from([2**31, 2**40, 2**63, 2**70, -(2**70), 10**400, 10**5000]),
     st.floats(),
     st.text(max_size=12),
     st.sampled_from(

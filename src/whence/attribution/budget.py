@@ -4,7 +4,8 @@ Costs are counted before anything is run, in the currency of `whence.scoring.cos
 over one example, c what starting one costs for each example, q queries and K(q) iterations:
 
     quick       metric 3(F + c), factors 9(F + c), one product 5F + 5c, scores
-    exact       metric, spectrum, strain and halves 16(17F + 5c), conjugate gradients K((1 + 4q)F + 5c), scores
+    exact       metric, spectrum, strain 8(33F + 5c) + 3(F + c), halves of the data 8(17F + 5c),
+                conjugate gradients K((1 + 4q)F + 5c), scores
 
 **The rule.** The exact solve, where it costs no more than the budget. Else the quick answer, by EK-FAC; and from it on
 by conjugate gradients with EK-FAC as preconditioner, as many iterations as the rest of the budget pays, if these are
@@ -22,6 +23,7 @@ import math
 from dataclasses import dataclass
 
 from whence.attribution.job import Job
+from whence.attribution.strain import PROBES
 from whence.model.gauss_newton import GaussNewton
 from whence.model.second_moment import BATCH, BATCHES
 from whence.options import Budget, Options
@@ -102,8 +104,8 @@ def count_prices(gnh: GaussNewton, queries: int, options: Options) -> Prices:
     iteration = (1 + 4 * queries) * F + started * c
     part = min(1.0, options.spectrum_terms / gnh.num_terms)
     exact = shared + part * _SPECTRUM * product(1) + expected_iterations(queries) * iteration
-    # the strain is a solve of as many columns as stability is measured with on two halves, and a pass for lengths
-    exact += 2 * HALVES * product(HALVES_COLUMNS) + 3 * (F + c) if weighed else 0.0
+    if weighed:
+        exact += HALVES * (product(HALVES_COLUMNS) + product(PROBES)) + 3 * (F + c)
     quick = shared + _FACTORS * min(1.0, FACTOR_TERMS / gnh.num_terms) * (F + c) + product(1)
     return Prices(n * quick, n * exact, n * iteration, n * product(1))
 

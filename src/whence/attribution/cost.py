@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whence.attribution.budget import FACTOR_TERMS, HALVES, HALVES_COLUMNS, Way, expected_iterations
+from whence.attribution.strain import PROBES
 from whence.model.gauss_newton import GaussNewton
 from whence.model.second_moment import BATCH, BATCHES
 from whence.operators import Damped
@@ -91,12 +92,13 @@ def time_phases(gnh: GaussNewton, queries: int, options: Options, *, examples: i
     some = torch.linspace(0, n - 1, min(n, gnh.micro_batch)).long().unique()
     scored = n if examples is None else examples
     vector, block = gnh.zeros().randn_like(generator), gnh.zeros(queries).randn_like(generator)
-    few = gnh.zeros(HALVES_COLUMNS).randn_like(generator)
     plain, proven = (
         Scorer(gnh, block, method=options.method, norms=norms)  # type: ignore[arg-type]  # checked
         for norms in (False, True)
     )
-    lengths = Scorer(gnh, gnh.zeros(1), norms=True)
+    lengths = Scorer(
+        gnh, gnh.zeros(1), method="gradients" if gnh.example_gradients().missing else "layers", norms=True
+    )
 
     def growing(work: Callable[[Tensor], object], count: int = len(some)) -> float:
         """Over all of the data, from so many of them; what a first call costs is not counted."""
@@ -118,19 +120,19 @@ def time_phases(gnh: GaussNewton, queries: int, options: Options, *, examples: i
     part = min(1.0, FACTOR_TERMS / gnh.num_terms)
     product = growing(lambda where: gnh.over(where).matvec(vector))
     weighed = part_of_auto(options.damping) is not None and n > HALVES_COLUMNS
-    few_solved = 0.0
-    if weighed:
-        few_solved = HALVES * (
-            growing(lambda where: gnh.over(where).matvec(few), len(some) // 4) + algebra(few)
-        )
+
+    def solved(columns: int) -> float:
+        few = gnh.zeros(columns).randn_like(generator)
+        return HALVES * (growing(lambda where: gnh.over(where).matvec(few), len(some) // 4) + algebra(few))
+
     return Paces(
         metric=growing(gnh.training_gradient) * min(1.0, BATCH * BATCHES / n),
         asked=queries * _seconds(lambda: gnh.gradients([gnh.terms.data[int(gnh.terms.indices[0])]])),
         # beyond the examples that it is tried on, 9 forwards each, where a product is 5
         factors=factoring(len(some)) + 9 / 5 * product * max(0.0, part - len(some) / n),
         product=product,
-        strain=few_solved + growing(lengths.score) if weighed else 0.0,
-        halves=few_solved if weighed else 0.0,
+        strain=solved(PROBES) + growing(lengths.score) if weighed else 0.0,
+        halves=solved(HALVES_COLUMNS) if weighed else 0.0,
         iteration=growing(lambda where: gnh.over(where).matvec(block), gnh.examples_at_once(block))
         + algebra(block),
         spectrum=_SPECTRUM * min(1.0, options.spectrum_terms / gnh.num_terms) * product,

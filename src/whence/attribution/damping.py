@@ -3,11 +3,11 @@
 *With the training's recipe*, ``λ = 3/τ`` with τ the sum of all learning rates (`whence.training`), in the optimizer's
 own metric: D = √v̂ for Adam, the identity for SGD.
 
-*Without*, as if Adam had trained the model for a time of two thirds: ``λ = 4.5`` in the metric of √v, the second moment
+*Without*, as if Adam had trained the model for a time of 0.6: ``λ = 5`` in the metric of √v, the second moment
 of gradients measured at the parameters as they are.
 
-*Either way*, more where first-order theory would be stretched too far: where the strain is above 0.12 nats
-(`whence.attribution.strain`), λ is multiplied by ``(strain / 0.12)²``. Strain falls about as the root of λ, so this
+*Either way*, more where first-order theory would be stretched too far: where the strain is above 0.1 nats
+(`whence.attribution.strain`), λ is multiplied by ``(strain / 0.1)²``. Strain falls about as the root of λ, so this
 brings it there.
 
 ``damping="auto/4"`` is a quarter of that λ, in the same metric: what `whence.tune` finds can be given so.
@@ -54,9 +54,9 @@ __all__ = [
 #: λ times the training's time.
 RECIPE = 3.0
 #: λ where the training is not known, in the metric of √v.
-GUESS = 4.5
+GUESS = 5.0
 #: How much strain there may be, in nats.
-STRAIN = 0.12
+STRAIN = 0.1
 #: λ that stability is measured for: so many, each this many times the one before.
 _GRID, _STEP = 12, 2.0
 

@@ -3,12 +3,16 @@
 Bars rest on two assumptions. That many examples carry the curvature: a certificate is shared out over a typical one by
 the trace, and chains that met different examples must be alike. And that what chains have in common is small beside
 their spread. A model that is certain of its data breaks the first, few or equal examples the second.
+The quick answer's error is one of energy, and is shared out by the scores' own size: that too
+supposes many examples, and that what they see of the solution is more than its error.
 ``python -m benchmarks.coverage certain`` measures how often bars hold where nothing is doubted here.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from whence.attribution.result import Attribution
@@ -19,11 +23,17 @@ __all__ = ["doubts"]
 _UNCERTAIN = 0.25
 #: By how much what the chains' start left behind may exceed their spread, which does not show it.
 _HIDDEN = 4.0
+#: Of the quick answer: the fewest different examples that its error is an average over, and how much of the solution's
+#: energy they must see, in units of the error's.
+_FEWEST, _SEEN = 20, 0.8
+#: Examples that are looked at for that; and what is rounding, in the largest score.
+_LOOKED_AT, _ROUNDING = 2000, 1e-5
 
 
 def doubts(result: Attribution) -> tuple[str, ...]:
     """Why the intervals of a result may not hold; empty where nothing speaks against them."""
-    return tuple(filter(None, (_few_examples(result), _no_gradient(result), _common_error(result))))
+    found = (_few_examples(result), _no_gradient(result), _common_error(result), _unseen_error(result))
+    return tuple(filter(None, found))
 
 
 def _few_examples(result: Attribution) -> str:
@@ -58,3 +68,33 @@ def _common_error(result: Attribution) -> str:
         "The intervals cannot be trusted: they are the spread of the chains, which agree much better than what their "
         f"common start may have left behind, up to {float(parts.bias.max()):.2g} of the scores' size. Use solver='cg'."
     )
+
+
+def _unseen_error(result: Attribution) -> str:
+    solve = result.solve
+    if solve.solver != "ekfac" or solve.score_rms is None or solve.error_parts.expected is None:
+        return ""
+    beginning = "The intervals of the quick answer cannot be trusted:"
+    end = "Ask for an exact one: accuracy=0.99."
+    different = _different(result)
+    if different < _FEWEST:
+        only = f"only {different} {'is' if different == 1 else 'are'} different"
+        return f"{beginning} its error is an average over many examples, of which {only}. {end}"
+    error = solve.error_parts.expected.square() * solve.paths[0, -1]
+    if not bool((solve.score_rms.square() < _SEEN * error).any()):
+        return ""
+    return (
+        f"{beginning} most of the solution lies where the training examples have no curvature, and its error "
+        f"there is larger than all that scores see of it. {end}"
+    )
+
+
+def _different(result: Attribution) -> int:
+    """How many training examples there are whose scores differ, as far as was looked; all count if some have none."""
+    scores = result.chain_scores.mean(0)
+    n = scores.shape[1]
+    if n < result.num_examples:
+        return result.num_examples
+    scores = scores / scores.abs().amax(1, keepdim=True).clamp_min(1e-300)
+    some = scores[:, torch.linspace(0, n - 1, min(n, _LOOKED_AT), dtype=torch.float64).long()]
+    return int(some.div(_ROUNDING).round().unique(dim=1).shape[1])

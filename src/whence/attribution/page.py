@@ -17,7 +17,7 @@ from whence.report.axes import Linear
 from whence.report.checks import LIMITS
 from whence.report.document import Item, Page, document, shade, words_to_filter
 from whence.report.formatting import MINUS, brief, count, interval, plus_minus, signed
-from whence.runs.files import write_bytes
+from whence.runs.files import given_path, write_bytes
 from whence.spectrum import Estimate
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ def accuracy_words(result: Attribution) -> str:
     if result.accuracy is None:
         return ""
     value, low, high = (f"{number:.2f}" if number < 0.995 else f"{number:.3f}" for number in result.accuracy)
-    return f"Scores should correlate {value} with the exact ones (90%: {low} to {high})."
+    doubted = " This is in doubt." if result.doubts else ""
+    return f"Scores should correlate {value} with the exact ones (90%: {low} to {high}).{doubted}"
 
 
 def write_page(page: str, path: str | Path, *, example: str = "report.html") -> Path:
@@ -108,7 +109,7 @@ def write_page(page: str, path: str | Path, *, example: str = "report.html") -> 
 
 def checked_file(path: str | Path, example: str) -> Path:
     """The path, unless there is a directory."""
-    target = Path(path)
+    target = given_path(path, "path")
     if target.is_dir():
         raise OptionError(f"{target} is a directory; give the file's name too, such as {target / example}")
     return target

@@ -36,6 +36,7 @@ from whence.operators import Damped, failures_become_typed
 from whence.options import Budget, Options, Until, chosen_options, takes
 from whence.progress import Stopwatch
 from whence.runs import Run, environment
+from whence.runs.files import given_path
 from whence.scoring import Scorer
 from whence.solvers import Solver, Statistics
 from whence.tasks import Batch, LanguageModeling, Task
@@ -111,6 +112,7 @@ def attribute(
     own = given.pop("solver") if isinstance(given.get("solver"), Solver) else None
     chosen = chosen_options(Options, options, given)
     check_own_solver(own, chosen)
+    place = None if run_dir is None else given_path(run_dir, "run_dir")
     gnh = GaussNewton(
         model,
         task,
@@ -135,7 +137,9 @@ def attribute(
         class_names=class_names,
         training=recipe,
     )
-    with Run(run_dir, chosen.saved(), identity=job.identity) as run:
+    job.show_query(0)  # what cannot be shown at the end is told before the work
+    job.show_example(int(gnh.terms.indices[positions[0]]))
+    with Run(place, chosen.saved(), identity=job.identity) as run:
         recognise(run, gnh)
         if on_run is not None:
             on_run(run)

@@ -8,15 +8,16 @@ from typing import Any
 from whence.attribution.budget import FACTOR_TERMS, Way
 from whence.attribution.cost import count_passes
 from whence.attribution.job import Job
+from whence.errors import RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
 from whence.model.importance import Importance, measure_importance
 from whence.model.memory import half_of_memory
 from whence.options import Options
 from whence.preconditioners.ekfac import Ekfac, ekfac
 from whence.runs import Run
+from whence.runs.files import REMEDY
 from whence.solvers import Solver
-from whence.solvers.auto import Alternative, Choice, choose, make_solver, relative_error, tolerance_for
-from whence.solvers.cg import ConjugateGradient
+from whence.solvers.auto import Alternative, Choice, choose, make_cg, make_solver
 from whence.solvers.factored import Factored
 from whence.solvers.plan import Plan
 from whence.spectrum import Estimate, Spectrum, estimate_spectrum
@@ -180,11 +181,9 @@ def make_plan(
         plan = Plan.tuned(spectrum, damping, num_terms=job.gnh.num_terms, chains=job.options.chains)
         # written down, since it depends on the machine's memory
         basis = run.keep("basis", dict[str, bool], lambda: {"kept": _basis_fits(job)})
-        refining = ConjugateGradient(
-            tolerance=tolerance_for(job.options.correlation),
-            score_error=None
-            if job.options.accuracy == "certified"
-            else relative_error(job.options.correlation),
+        refining = make_cg(
+            job.options.correlation,
+            certified=job.options.accuracy == "certified",
             max_iterations=_MOST if way.iterations is None else way.iterations,
             preconditioner=factors.with_damping(damping),
             keep_basis=basis["kept"],
@@ -195,6 +194,11 @@ def make_plan(
     if own is not None and job.own_plan is not None:
         return Planned(own, job.own_plan, "", _drawn(importance, own))
     chosen = run.keep("plan", Chosen, lambda: _choose(job, spectrum, damping))
+    if (chosen.plan.chains, chosen.plan.damping) != (job.options.chains, damping):
+        raise RunDirectoryError(
+            f"the plan in {run.path} is for {chosen.plan.chains} chains and λ = {chosen.plan.damping:.6g}, the run for "
+            f"{job.options.chains} and {damping:.6g}. {REMEDY}"
+        )
     if own is not None:
         return Planned(own, chosen.plan, "", _drawn(importance, own))
     solver = make_solver(

@@ -49,29 +49,36 @@ class Row:
 
 
 class Ranking(Sequence[Row]):
-    """Rows of one or several queries; prints as a table."""
+    """Rows of one or several queries; prints as a table, and under it why its intervals cannot be trusted.
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = tuple(rows)
+    Args:
+        rows: in their order.
+        doubts: about the result that they are of.
+    """
+
+    def __init__(self, rows: Sequence[Row], doubts: Sequence[str] = ()) -> None:
+        self._rows, self.doubts = tuple(rows), tuple(doubts)
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
     @overload
     def __getitem__(self, index: slice) -> Ranking: ...
     def __getitem__(self, index: int | slice) -> Row | Ranking:
-        return Ranking(self._rows[index]) if isinstance(index, slice) else self._rows[index]
+        return Ranking(self._rows[index], self.doubts) if isinstance(index, slice) else self._rows[index]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def of_query(self, query: int) -> Ranking:
         """The rows of one query."""
-        return Ranking([row for row in self._rows if row.query == query])
+        return Ranking([row for row in self._rows if row.query == query], self.doubts)
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame` with a column for every attribute of `Row`."""
+        """A `pandas.DataFrame` with a column for every attribute of `Row`; doubts are its ``attrs["doubts"]``."""
         pandas = load_library("pandas", "pandas", "to make a data frame")
-        return pandas.DataFrame([asdict(row) for row in self._rows])
+        frame = pandas.DataFrame([asdict(row) for row in self._rows])
+        frame.attrs["doubts"] = list(self.doubts)
+        return frame
 
     def __str__(self) -> str:
         lines = [f"{'query':>5} {'rank':>4} {'index':>8} {'score':>10} {'interval':>23} {'removal':>12}"]
@@ -82,7 +89,7 @@ class Ranking(Sequence[Row]):
                 f"{row.query:>5} {row.rank:>4} {row.index:>8} {row.score:>10.4g} {interval:>23} "
                 f"{row.effect:>+8.2g} nat{tie}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note: {doubt}" for doubt in self.doubts)])
 
     __repr__ = __str__
 

@@ -21,12 +21,14 @@ from whence.attribution.stability import Stability
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.libraries import load_library
+from whence.model.memory import half_of_memory
 from whence.report.checks import Validation
-from whence.runs import Run, Scalar, checked
+from whence.runs import Run, Scalar, opened
 from whence.runs.files import REMEDY
 from whence.scoring.similarity import cosines, similarity_of_chains
 from whence.solvers import Statistics
 from whence.solvers.plan import Plan
+from whence.units import format_bytes
 
 __all__ = ["Attribution", "Solve", "load"]
 
@@ -281,7 +283,7 @@ class Attribution:
             ranked = rank_examples(self.scored.at(q), k, harmful=harmful, confidence=confidence)
             for rank, (position, width, apart) in enumerate(ranked, start=1):
                 rows.append(self._row(q, rank, position, width, apart, harmful=harmful))
-        return Ranking(rows)
+        return Ranking(rows, self.doubts)
 
     def row(self, query: int, index: int, *, confidence: float = 0.95) -> Row:
         """Any scored example's place among the most helpful of a query."""
@@ -327,7 +329,10 @@ class Attribution:
     # --- elsewhere ---------------------------------------------------------------------------------------
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame`, one row for each query and scored example, most helpful first."""
+        """A `pandas.DataFrame`, one row for each query and scored example, most helpful first.
+
+        `doubts` are its ``attrs["doubts"]``.
+        """
         queries, scored = self.chain_scores.shape[1:]
         mean, stderr = self.scored.mean, self.scored.stderr
         width = self.scored.half_width(0.95)
@@ -344,7 +349,9 @@ class Attribution:
             columns["dot_product"] = self.dot_products.flatten()
         pandas = load_library("pandas", "pandas", "to make a data frame")
         frame = pandas.DataFrame({name: column.numpy() for name, column in columns.items()})
-        return frame.sort_values(["query", "score"], ascending=[True, False], ignore_index=True)
+        frame = frame.sort_values(["query", "score"], ascending=[True, False], ignore_index=True)
+        frame.attrs["doubts"] = list(self.doubts)
+        return frame
 
     def to_html(self, path: str | Path) -> Path:
         """Write the page: one self-contained file. Returns its path."""
@@ -368,6 +375,13 @@ class Attribution:
     def _spread(self, scored: Tensor) -> Tensor:
         if len(self.indices) == self.num_examples:
             return scored[:, self.indices.argsort()]
+        # their number may be from a stranger's file
+        needed, room = scored.element_size() * len(scored) * self.num_examples, half_of_memory(scored.device)
+        if room is not None and needed > room:
+            raise OptionError(
+                f"numbers for all {self.num_examples:,} examples take {format_bytes(needed)}, more than half of the "
+                "memory; use to_pandas(), top() or `scored`, which have those that were scored"
+            )
         result = torch.full((scored.shape[0], self.num_examples), math.nan, dtype=scored.dtype)
         result[:, self.indices] = scored
         return result
@@ -385,10 +399,11 @@ def load(directory: str | Path) -> Attribution:
     """Read a saved attribution, or a run directory; of one that is not finished its quick answer, where it has one.
 
     Raises:
-        RunDirectoryError: where there is none, its run is not finished, or any of its files was damaged.
+        RunDirectoryError: where there is none, its run is not finished, or what is read of it was damaged. The files
+            that a result is not read from, such as solutions, are compared when the run is gone on with.
     """
-    path = Path(directory)
-    kept = checked(path)
+    kept = opened(directory)
+    path = kept.path
     if "result" not in kept:
         if "quick" in kept:  # all that an unfinished run has to say so far
             return _of_its_examples(path, kept.value("quick", Attribution))

@@ -23,13 +23,13 @@ from torch import Tensor
 from whence.model.gauss_newton import GaussNewton
 from whence.operators import Damped
 from whence.preconditioners.ekfac import Ekfac
-from whence.scoring import Scorer
+from whence.scoring.scorer import Method, Scorer
 from whence.solvers.cg import ConjugateGradient
 
 __all__ = ["PROBES", "measure_strain"]
 
 #: Examples that stand for all.
-PROBES = 4
+PROBES = 8
 #: Examples that these are found among: where the system is solved, and where EK-FAC stands in for it.
 _AMONG, _AMONG_FACTORED = 4096, 256
 #: The error that a solve may leave, and its iterations.
@@ -52,7 +52,9 @@ def measure_strain(
     if n > among:
         drawn = torch.randperm(n, generator=generator, device=generator.device)[:among]
         positions = drawn.sort().values.cpu()
-    _, norms = Scorer(gnh, gnh.zeros(1), norms=True).score_with_norms(positions)
+    # estimated lengths would be too rough for what stands for all
+    method: Method = "gradients" if gnh.example_gradients().missing else "layers"
+    _, norms = Scorer(gnh, gnh.zeros(1), method=method, norms=True).score_with_norms(positions)
     squares = norms.double().square()
     chosen, parts = _stand_for_all(squares)
     if len(chosen) == 0:

@@ -34,7 +34,7 @@ from whence.preconditioners import LowRank, nystrom
 from whence.preconditioners.low_rank import check_rank
 from whence.progress import Stopwatch
 from whence.runs import Run, environment, read
-from whence.runs.files import REMEDY
+from whence.runs.files import REMEDY, given_path
 from whence.scoring.bounds import AT_ONCE, RANK, Bounds, affordable_rank, measure_bounds
 from whence.scoring.cost import count_work
 from whence.scoring.self_influence import Calibration, Readings, SelfInfluence, calibrate, read_examples
@@ -93,6 +93,7 @@ def clean(
         True
     """
     chosen = chosen_options(CleanOptions, options, given)
+    place = None if run_dir is None else given_path(run_dir, "run_dir")
     gnh = GaussNewton(
         model,
         task,
@@ -105,8 +106,10 @@ def clean(
         check_rank(gnh, 1.0, chosen.rank)
     if queries is not None:
         query_terms(queries, gnh)  # refused before anything is measured
+    show = describer(train, describe, tokenizer, class_names)
+    show(0)  # what cannot be shown at the end is told before the work
     identity, clock, earlier = operator_identity(gnh), Stopwatch(), dict[str, float]()
-    with Run(run_dir, {"command": "clean", **chosen.saved()}, identity=identity) as run:
+    with Run(place, {"command": "clean", **chosen.saved()}, identity=identity) as run:
         recognise(run, gnh)
         if run.path is not None and run.has("cleaning"):  # its numbers are read, and took what they took then
             earlier = dict(read(run.path, "cleaning", Cleaning).seconds)
@@ -139,7 +142,7 @@ def clean(
                 versions=environment(),
                 seconds={**clock.seconds, **earlier},
             )
-            result = _with_exhibits(result, describer(train, describe, tokenizer, class_names))
+            result = _with_exhibits(result, show)
         # There may be one of the same numbers, ranked by something else.
         return run.put("cleaning", Cleaning, result)
 
@@ -295,7 +298,8 @@ def measure_harm(
         spread = torch.empty_like(scores)
         spread[result.indices] = added.std(0) / len(added) ** 0.5
     width = half_width(spread, result.degrees_of_freedom, 0.95)
-    return Harm(scores, scores - width, scores + width, len(queries), bool(result.solve.converged.all()))
+    converged = bool(result.solve.converged.all())
+    return Harm(scores, scores - width, scores + width, len(queries), converged, result.doubts)
 
 
 # --- what stands beside the numbers --------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from whence.cleaning.page import render
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
 from whence.libraries import load_library
-from whence.runs import Scalar, checked
+from whence.runs import Scalar, opened
 from whence.runs.files import replace_file
 from whence.scoring.self_influence import SelfInfluence
 from whence.spectrum import Estimate
@@ -94,6 +94,7 @@ class Harm:
         low, high: ends of their 95% intervals.
         queries: how many there were.
         converged: whether the solver did, for all of them.
+        doubts: why the intervals cannot be trusted, in words.
     """
 
     scores: Tensor
@@ -101,6 +102,7 @@ class Harm:
     high: Tensor
     queries: int
     converged: bool
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +158,8 @@ class Cleaning:
             notes.append(
                 "The solver did not converge for every query: read the harm to them as a hint and no more."
             )
+        if self.harm is not None:
+            notes += [f"Of the harm to the queries: {doubt}" for doubt in self.harm.doubts]
         return tuple(notes)
 
     def suspicion(self, by: str | None = None) -> Tensor:
@@ -290,10 +294,10 @@ def load_cleaning(directory: str | Path) -> Cleaning:
     """Read a finished run of `clean`.
 
     Raises:
-        RunDirectoryError: where there is none, it is not finished, or any of its files was damaged.
+        RunDirectoryError: where there is none, it is not finished, or what is read of it was damaged.
     """
-    path = Path(directory)
-    kept = checked(path)
+    kept = opened(directory)
+    path = kept.path
     if "cleaning" not in kept:
         raise RunDirectoryError(
             f"{path} holds no finished run of whence clean; run the same command again to go on"

@@ -24,7 +24,7 @@ from whence.runs.codec import encode
 from whence.runs.journal import Journal
 from whence.runs.manifest import Content, Manifest, Scalar, version_of
 
-__all__ = ["Run", "checked", "differences", "environment", "holds", "read"]
+__all__ = ["Run", "differences", "environment", "holds", "opened", "read"]
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Run:
     def __init__(
         self, path: str | Path | None, config: Mapping[str, Scalar], *, identity: Mapping[str, str]
     ) -> None:
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else files.given_path(path, "run_dir")
         self._manifest: Manifest | None = None
         self._states: dict[str, Any] = {}  # of journals, where nothing is on disk
         self._unlock: Callable[[], Any] = lambda: None
@@ -63,7 +63,7 @@ class Run:
             raise StorageError(
                 f"cannot make the directory {self.path} ({error}); choose another one"
             ) from error
-        foreign = [name for name in there if name != "lock" and not name.startswith(files.TEMPORARY)]
+        foreign = [name for name in there if name != "lock" and not files.is_temporary(name)]
         is_new = not Manifest.is_in(self.path)
         if is_new and foreign:
             raise RunDirectoryError(
@@ -91,9 +91,10 @@ class Run:
     @classmethod
     def again(cls, path: str | Path) -> Run:
         """The run that a directory holds, whatever it is about; or a new one, about nothing."""
-        if not Manifest.is_in(Path(path)):
-            return cls(path, {}, identity={})
-        found = Manifest.open(Path(path)).content
+        place = files.given_path(path, "run_dir")
+        if not Manifest.is_in(place):
+            return cls(place, {}, identity={})
+        found = Manifest.open(place).content
         return cls(path, found.config, identity=found.identity)
 
     def __enter__(self) -> Run:
@@ -219,7 +220,7 @@ def _lock(path: Path, *, may_be_read_only: bool) -> Callable[[], None] | None:
 
 def read(path: str | Path, name: str, cls: type[T]) -> T:
     """An artifact of a run directory."""
-    return Manifest.open(Path(path)).value(name, cls)
+    return opened(path).value(name, cls)
 
 
 def holds(path: str | Path, name: str) -> bool:
@@ -228,19 +229,17 @@ def holds(path: str | Path, name: str) -> bool:
     Raises:
         RunDirectoryError: it is of another format, or was damaged.
     """
-    return Manifest.is_in(Path(path)) and name in Manifest.open(Path(path))
+    place = files.given_path(path, "run_dir")
+    return Manifest.is_in(place) and name in Manifest.open(place)
 
 
-def checked(path: str | Path) -> Manifest:
-    """What a run directory holds, after comparing every file with its length and checksum.
+def opened(path: str | Path) -> Manifest:
+    """What a run directory holds; every file is compared with its length and checksum when it is read.
 
     Raises:
-        RunDirectoryError: a file was damaged; names it.
+        RunDirectoryError: there is no run, of this format, with a whole manifest.
     """
-    manifest = Manifest.open(Path(path))
-    for name in manifest.names():
-        manifest.file(name)
-    return manifest
+    return Manifest.open(files.given_path(path, "run_dir"))
 
 
 # --- is it the same run? ------------------------------------------------------------------------------------------

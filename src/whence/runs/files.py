@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,13 +24,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.errors import RunDirectoryError, StorageError
+from whence.errors import OptionError, RunDirectoryError, StorageError
 from whence.runs.codec import decode, encode, inlined
 
 __all__ = [
     "REMEDY",
     "TEMPORARY",
     "checksum",
+    "given_path",
+    "is_temporary",
     "json_bytes",
     "parse_json",
     "read_table",
@@ -44,12 +47,29 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: How temporary files begin; what a killed process left is cleaned up by its prefix.
+#: How temporary files begin; what a killed process left is cleaned up by its name.
 TEMPORARY = ".unfinished-"
+_TEMPORARY = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{8}-[a-z0-9_]{8}")  # as `tempfile.mkstemp` goes on
 #: What to do about a file that was damaged.
 REMEDY = "Put back a copy of it, or delete the directory and run again"
 #: Up to so many numbers are written as JSON.
 _FEW = 4096
+
+
+def given_path(value: Any, name: str) -> Path:
+    """What a user gave as a path.
+
+    Raises:
+        OptionError: it cannot be one.
+    """
+    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
+        raise OptionError(f"{name} is {value!r:.100}; give a path, such as 'runs/first'")
+    return Path(value)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file's name is that of one being written; a user's own, such as ``.unfinished-notes``, is not."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
@@ -217,14 +237,16 @@ def read_table(path: Path) -> dict[str, Any]:
     with _refusing(path):
         with pq.ParquetFile(path) as file:
             types = {field.name: field.type.to_pandas_dtype() for field in file.schema_arrow}
+            if any(
+                np.dtype(kind).kind not in "iuf" for kind in types.values()
+            ):  # texts may be far longer than their file
+                raise ValueError("a column is not of numbers")
             width = sum(np.dtype(kind).itemsize for kind in types.values())
             if file.metadata.num_rows * width > path.stat().st_size:
                 raise ValueError(f"{file.metadata.num_rows} rows are more than it has bytes for")
             table = file.read()
-        if any(np.dtype(kind).kind not in "iuf" for kind in types.values()) or any(
-            c.null_count for c in table.columns
-        ):
-            raise ValueError("a column is not of numbers")
+        if any(column.null_count for column in table.columns):
+            raise ValueError("a column has gaps")
         return {name: table[name].to_numpy().copy() for name in types}
 
 

@@ -40,7 +40,7 @@ T = TypeVar("T")
 Scalar = bool | int | float | str | None
 
 #: Raised when files change their meaning; directories of another format are refused.
-FORMAT = 7
+FORMAT = 8
 _NAME = re.compile(r"(?!(?:manifest|lock)$)[a-z0-9_-]+(/[a-z0-9_-]+)*(\.\d{6})?", re.ASCII)
 _LAST = 999_999
 _NUMBER = re.compile(r"\.(\d{6})\.(?:json|safetensors)\Z", re.ASCII)
@@ -213,7 +213,7 @@ class Manifest:
         for directory, below, names in os.walk(self.path):
             other_runs = [name for name in below if Path(directory, name, "manifest.json").exists()]
             below[:] = [name for name in below if name not in other_runs]
-            for path in (Path(directory, name) for name in names if name.startswith(files.TEMPORARY)):
+            for path in (Path(directory, name) for name in names if files.is_temporary(name)):
                 with contextlib.suppress(OSError):
                     path.unlink()
         for name, artifact in self.content.artifacts.items():

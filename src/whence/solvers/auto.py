@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from whence.errors import OptionError
 from whence.solvers.cg import ConjugateGradient
@@ -31,6 +32,7 @@ __all__ = [
     "Passes",
     "check_accuracy",
     "choose",
+    "make_cg",
     "make_solver",
     "relative_error",
     "resolve_accuracy",
@@ -244,12 +246,22 @@ def make_solver(
     """
     if chosen.solver == "lissa":
         return Lissa(plan)
+    largest = plan.spectrum.largest(3.0)
+    return make_cg(accuracy, certified=certified, verify=verify, keep_slopes=keep_slopes, largest=largest)
+
+
+def make_cg(accuracy: float, *, certified: bool, **settings: Any) -> ConjugateGradient:
+    """Conjugate gradients that end where the scores can be expected, or are proven, to be this accurate.
+
+    Args:
+        accuracy: the correlation with exact scores to reach.
+        certified: whether the proven error decides, and not the expected one.
+        **settings: other ones of `ConjugateGradient`.
+    """
     return ConjugateGradient(
         tolerance=tolerance_for(accuracy),
         score_error=None if certified else relative_error(accuracy),
-        largest=plan.spectrum.largest(3.0),
-        keep_slopes=keep_slopes,
-        verify=verify,
+        **settings,
     )
 
 

@@ -16,6 +16,9 @@ square. With C the coefficient of variation, eigenvalues that are spread as log-
 
     ‖u - u*‖²_A / ‖u*‖²_A = C² / (1 + C²).
 
+Of the energy ``⟨w, Aw⟩`` scores see the part ``⟨w, Hw⟩``; where the error has more than that, it says nothing of scores
+(`whence.attribution.doubts`).
+
 See docs/math.md, "The error of a factored solution", which also says how right this has come out.
 """
 
@@ -50,12 +53,14 @@ class FactoredState:
         scale: a.
         error: ``√(C² / (1 + C²))``; NaN before.
         residual: ``‖aAw - v‖ / ‖v‖`` over all probes.
+        seen: ``⟨w, Hw⟩ / ⟨w, Aw⟩``, the part of the energy that scores see.
     """
 
     probes: ParamVector
     scale: float = 1.0
     error: float = math.nan
     residual: float = math.nan
+    seen: float = math.nan
     measured: bool = False
     events: list[str] = field(default_factory=list)
     operator: Mapping[str, float | None] = field(default_factory=dict)
@@ -95,7 +100,9 @@ class Factored(Solver[FactoredState]):
         """Draws the mixtures: every right-hand side, made as long as the others, with a random sign."""
         block = as_block(rhs)
         lengths = column_dots(block, block).sqrt()
-        unit = torch.where(lengths > 0, 1 / lengths, torch.zeros_like(lengths))
+        # of a shorter one few digits are left, and it cannot be made longer: the factor is beyond what numbers hold
+        least = max(torch.finfo(tensor.dtype).tiny for tensor in block.values())
+        unit = torch.where(lengths >= least, 1 / lengths, torch.zeros_like(lengths))
         columns = len(lengths)
         if columns <= PROBES:
             return FactoredState(block.mix(torch.diag(unit)))
@@ -113,9 +120,9 @@ class Factored(Solver[FactoredState]):
         square = float(column_dots(product, P.solve(product)).sum())
         state.measured = True
         if not (along > 0 and curved > 0):  # right-hand sides that are zero
-            state.scale, state.error, state.residual = 1.0, 0.0, 0.0
+            state.scale, state.error, state.residual, state.seen = 1.0, 0.0, 0.0, 1.0
             return
-        state.scale = along / curved
+        state.scale, state.seen = along / curved, max(0.0, 1 - flat / curved)
         if curved > flat and along > flat:
             r = (curved - flat) / (along - flat)
             # (rK + λ)⁻¹ is (K + λ/r)⁻¹ / r
@@ -150,5 +157,6 @@ class Factored(Solver[FactoredState]):
             events=tuple(state.events),
             paths=along.reshape(1, 1, -1),
             error_parts=ErrorParts(nothing, nothing, nothing, like * state.error),
+            score_rms=(state.seen * along.clamp_min(0.0)).sqrt(),
         )
         return Solution(value, (value,), stats)

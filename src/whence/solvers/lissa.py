@@ -180,7 +180,7 @@ class Lissa(Solver[LissaState]):
         return LissaState(self.plan, seeds.tolist(), generator.get_state(), radius, start)
 
     def step(self, A: Damped, rhs: ParamVector, state: LissaState) -> None:
-        """One step of the chain under way, or of the next; a path that diverges begins all again, more cautiously."""
+        """One step of the chain under way, or of the next; a path that diverges begins again, more cautiously."""
         if state.chain is None:
             state.chain = self._chain(A, rhs, state)
             state.paths.append([])
@@ -277,8 +277,11 @@ class Lissa(Solver[LissaState]):
 
     def _begin_again(self, A: Damped, state: LissaState, diverged: Divergence) -> None:
         plan = answer(diverged, A, state.plan, attempt=len(state.events), recover=self.recover)
-        # all chains must estimate the same thing with the same settings
-        state.plan, state.chain, state.finished, state.paths = plan, None, [], []
+        # A chain of smaller batches estimates the same thing, if less sharply; one of another step has another bias.
+        if plan.step_size != state.plan.step_size:
+            state.finished = []
+        state.plan, state.chain, state.paths = plan, None, state.paths[: len(state.finished)]
+        again = "this chain" if state.finished else "all chains"
         settings = f"η = {plan.step_size:.3g}, |B| = {plan.batch_size:,}, T = {plan.num_steps:,}"
-        state.events.append(f"{diverged.message} Starting again with {settings}.")
+        state.events.append(f"{diverged.message} Starting {again} again with {settings}.")
         warnings.warn(state.events[-1], WhenceWarning, stacklevel=4)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whence.errors import OptionError
+from whence.errors import OptionError, SolverError
 
 __all__ = ["Estimate"]
 
@@ -35,6 +35,11 @@ class Estimate:
         n = len(samples)
         if n == 0:
             raise OptionError("an estimate needs at least one sample")
+        if not all(map(math.isfinite, samples)):
+            raise SolverError(
+                "what was measured of the curvature is not finite: gradients or products overflowed. Look for inputs "
+                "or weights that are very large, or use the model in float64"
+            )
         mean = math.fsum(samples) / n
         if n == 1:
             return cls(mean, math.inf)

@@ -32,6 +32,7 @@ from whence.errors import DataError, ModelError, OptionError, RunDirectoryError,
 from whence.model.data import TermSet
 from whence.progress import ticker
 from whence.runs import Run, holds, read, read_value, write_value
+from whence.runs.files import given_path
 from whence.runs.fingerprint import of_data, of_value
 from whence.tasks import Task
 from whence.threads import one_at_a_time
@@ -85,14 +86,16 @@ class Outcomes:
 
     def save(self, path: str | Path) -> Path:
         """Write one file (safetensors); `load` reads it back."""
-        write_value(Path(path), self)
-        return Path(path)
+        place = given_path(path, "path")
+        write_value(place, self)
+        return place
 
     @classmethod
     def load(cls, path: str | Path) -> Outcomes:
         """Read what `save` wrote, or the directory of a finished `retrain`."""
-        if not Path(path).is_dir():
-            return read_value(Path(path), cls)
+        place = given_path(path, "path")
+        if not place.is_dir():
+            return read_value(place, cls)
         if not holds(path, "outcomes"):
             raise RunDirectoryError(
                 f"{path} holds no finished retraining. Run the same job again to go on with it"

@@ -22,6 +22,7 @@ from whence.attribution import Attribution, attribute
 from whence.errors import DataError, OptionError
 from whence.model.selection import ParameterFilter
 from whence.options import MeasureOptions, chosen_options, takes
+from whence.runs.files import given_path
 from whence.tasks import Task
 from whence.threads import one_at_a_time
 from whence.validation.datamodeling import Bench, DatamodelingDifference, DatamodelingScore
@@ -257,7 +258,7 @@ def tune(
         raise OptionError(f"seeds is {seeds!r}; say how many models to train on each half, at least 1")
     if not callable(trainer):
         raise OptionError(f"trainer is a {type(trainer).__name__}; give a function trainer(subset, seed)")
-    place = None if directory is None else Path(directory)
+    place = None if directory is None else given_path(directory, "directory")
     solve = attribute(
         model,
         train_set,

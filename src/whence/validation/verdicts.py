@@ -128,7 +128,9 @@ def solver_check(result: Attribution) -> Check:
             f"For {whose} it converged, on data it had not seen, and {len(result.chain_scores)} independent "
             f"repetitions give nearly the same scores: they correlate at least {agreement:.3f}."
         )
-    return _check("solver", verdict, " ".join([text, *solve.events]), numbers)
+    if result.doubts and verdict == "trust":  # what it proved holds, what it says of single scores may not
+        verdict = "cannot tell"
+    return _check("solver", verdict, " ".join([text, *result.doubts, *solve.events]), numbers)
 
 
 def batch_check(result: Attribution, plan: Plan, drawn: float, spectrum: Spectrum, pairs: int) -> Check:
