@@ -9,7 +9,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 NAME ?= all
 PROFILE ?= quick
 
-.PHONY: help demo reproduce test test-slow test-faults audit check format bench peers browser clean
+.PHONY: help demo reproduce test test-slow test-faults audit check format bench gpu-check peers browser clean
 
 help:
 	@echo "make demo       train two small models, ask them questions, write the pages (minutes)"
@@ -20,6 +20,7 @@ help:
 	@echo "make check      lint, types, import contracts"
 	@echo "make audit      known vulnerabilities of the pinned dependencies, and their licences"
 	@echo "make bench      speed, memory and agreement with retraining"
+	@echo "make gpu-check  whether all of it works on this machine's GPU, once, with a verdict"
 	@echo "make peers      agreement of other libraries with retraining, over dampings (hours)"
 
 demo: $(VENV)/.installed
@@ -61,6 +62,9 @@ bench: $(BENCH_VENV)/.installed
 	$(BENCH_VENV)/bin/python -m benchmarks.memory
 	$(BENCH_VENV)/bin/python -m benchmarks.scoring
 	$(BENCH_VENV)/bin/python -m benchmarks.datamodeling
+
+gpu-check: $(VENV)/.installed
+	$(VENV)/bin/python -m benchmarks.gpu_check
 
 # Every peer is asked in an environment of its own; what it answered is judged in ours.
 peers: $(VENV)/.installed $(PEERS:%=.venv-%/.installed)

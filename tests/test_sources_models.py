@@ -171,7 +171,7 @@ def test_configurations_that_cannot_be_used(gpt2: Path) -> None:
             {"architectures": None},
             r"has no architecture in its config\.json; known are causal language models",
         ),
-        ({"quantization_config": {"bits": 4}}, "holds quantised weights, which have no gradients"),
+        ({"quantization_config": {"bits": 4}}, "holds quantised weights, which have no derivatives"),
         ({"model_type": "no-such-type"}, "cannot be loaded: .*no-such-type"),
         ({"n_embd": 32}, "wrong shape|cannot be loaded"),
         ({"n_layer": 2}, r"has no weights for transformer\.h\.1\.\S+ and \d+ more, which would be random"),

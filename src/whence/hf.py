@@ -29,11 +29,13 @@ from torch import Tensor, nn
 from whence.attribution import Attribution
 from whence.attribution import attribute as attribute_model
 from whence.errors import DataError, ModelError, OptionError
+from whence.exhibit import Exhibit
 from whence.libraries import load_library
 from whence.sources.models import context_length, task_of
 from whence.sources.queries import language_queries
 from whence.sources.records import RowList
-from whence.tasks import LanguageModeling, Task
+from whence.tasks import LanguageModeling, Preference, Task
+from whence.tasks.categorical import IGNORED
 from whence.training import KEPT, Training
 
 __all__ = ["KeepTraining", "attribute"]
@@ -77,8 +79,9 @@ def attribute(
     if not isinstance(model, nn.Module):
         raise ModelError(f"the trainer's model is a {type(model).__name__}; give a trainer that holds one")
     tokenizer = getattr(trainer, "processing_class", None)
-    chosen = task_of(model) if task is None else task
-    rows = Collated(_rows(trainer.train_dataset if train is None else train, first), trainer)
+    chosen = (_preference(trainer) or task_of(model)) if task is None else task
+    collated = Pairs if isinstance(chosen, Preference) else Collated
+    rows = collated(_rows(trainer.train_dataset if train is None else train, first), trainer)
     with _evaluating(model):
         _check_loss(trainer, model, chosen, rows)
         given.setdefault("training", _recipe(trainer, model))
@@ -132,6 +135,46 @@ class Collated:
                 )
             example[name] = value[0]
         return example
+
+
+class Pairs(Collated):
+    """Rows of a trainer of preferences, as `Preference` reads them. Of each, the reference is asked once."""
+
+    def __init__(self, rows: Any, trainer: Any) -> None:
+        super().__init__(rows, trainer)
+        self._trainer, self._references = trainer, dict[int, float]()
+
+    def __getitem__(self, index: Any) -> dict[str, Tensor]:
+        batch = self.batch(index)
+        fields: dict[str, Tensor] = {}
+        for row, side in enumerate(("chosen", "rejected")):
+            real = batch["attention_mask"][row] != 0
+            ids = batch["input_ids"][row][real]
+            asked = batch["completion_mask"][row][real] != 0
+            fields |= {f"{side}_ids": ids, f"{side}_labels": ids.masked_fill(~asked, IGNORED)}
+        if index not in self._references:
+            self._references[index] = self._reference(batch)
+        return fields | {"reference": torch.tensor(self._references[index], dtype=torch.float64)}
+
+    def _reference(self, batch: Mapping[str, Any]) -> float:
+        trainer = self._trainer
+        if "ref_chosen_logps" in batch:
+            return float(batch["ref_chosen_logps"]) - float(batch["ref_rejected_logps"])
+        reference = trainer.model if trainer.ref_model is None else trainer.ref_model
+        device = next(reference.parameters()).device
+        inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        chosen, rejected = trainer.compute_ref_log_probs(reference, inputs)
+        return float(chosen) - float(rejected)
+
+    def exhibit(self, index: int) -> Exhibit:
+        """The prompt, and both completions."""
+        fields, reader = self[index], self._trainer.processing_class
+        sides = []
+        for side in ("chosen", "rejected"):
+            asked = fields[f"{side}_labels"] != IGNORED
+            sides.append(reader.decode(fields[f"{side}_ids"][asked].tolist()))
+        prompt = reader.decode(fields["chosen_ids"][fields["chosen_labels"] == IGNORED].tolist())
+        return Exhibit(id=str(index), prompt=prompt, text=sides[0], note=f"rejected: {sides[1]}")
 
 
 class KeepTraining(_Callback):  # type: ignore[misc]  # transformers has no types
@@ -203,6 +246,8 @@ def _kept_columns(trainer: Any) -> set[str] | None:
 def _asked(queries: Any, trainer: Any, task: Task, tokenizer: Any) -> Any:
     if isinstance(queries, (Mapping, str)) or not isinstance(queries, Sequence) or not queries:
         raise DataError('queries must be a list, even if there is only one: [{"prompt": …, "completion": …}]')
+    if isinstance(task, Preference):
+        return Pairs(_tokenized_pairs(queries, trainer), trainer)
     first = queries[0]
     words = isinstance(first, Mapping) and not {"input_ids", "pixel_values"} & set(first)
     if not (words and isinstance(task, LanguageModeling)):
@@ -212,6 +257,28 @@ def _asked(queries: Any, trainer: Any, task: Task, tokenizer: Any) -> Any:
     records = RowList([_as_row(query) for query in queries], name="query")
     limit = context_length(trainer.model.config)
     return language_queries(records, tokenizer, task, max_length=limit)
+
+
+def _tokenized_pairs(queries: Sequence[Any], trainer: Any) -> Any:
+    """Queries as the trainer makes rows of its data."""
+    for position, query in enumerate(queries):
+        if not isinstance(query, Mapping) or not {"chosen", "rejected"} <= set(query):
+            found = sorted(query) if isinstance(query, Mapping) else type(query).__name__
+            raise DataError(
+                f"query {position} has {found}; the trainer trained on preferences, so a query is a pair: "
+                '{"prompt": …, "chosen": …, "rejected": …}'
+            )
+    if all("prompt_ids" in query for query in queries):
+        return list(queries)
+    datasets = load_library("datasets", "hf", "to read pairs")
+    rows = datasets.Dataset.from_list([dict(query) for query in queries])
+    made = trainer._prepare_dataset(rows, trainer.processing_class, trainer.args, "queries")
+    if len(made) != len(queries):
+        raise DataError(
+            f"the trainer left out {len(queries) - len(made)} of {len(queries)} queries: their prompts fill its "
+            "max_length. Ask with shorter prompts"
+        )
+    return [made[position] for position in range(len(made))]
 
 
 def _as_row(query: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -242,6 +309,33 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _preference(trainer: Any) -> Preference | None:
+    """The task of TRL's `DPOTrainer`; refuses losses that are not direct preference optimisation's. None of others."""
+    if not any(kind.__name__ == "DPOTrainer" for kind in type(trainer).__mro__):
+        return None
+    arguments, plain = (
+        trainer.args,
+        {"f_divergence_type": "reverse_kl", "ld_alpha": None, "use_weighting": False},
+    )
+    given = getattr(arguments, "loss_type", None)
+    kinds = [given] if isinstance(given, str) else list(given or ())
+    odd = [f"loss_type={kinds}"] if kinds != ["sigmoid"] else []
+    for name, value in plain.items():
+        found = getattr(arguments, name, value)
+        if getattr(found, "value", found) != value:
+            odd.append(f"{name}={found!r}")
+    weights = getattr(arguments, "loss_weights", None)
+    odd += [f"loss_weights={weights}"] if weights not in (None, [1.0]) else []
+    if odd:
+        raise ModelError(
+            f"the trainer's loss is a variant ({', '.join(odd)}) of direct preference optimisation; "
+            "whence.Preference is the loss of loss_type='sigmoid' alone. Give a task with this loss as task="
+        )
+    if not hasattr(trainer, "compute_ref_log_probs") or not hasattr(trainer, "ref_model"):
+        raise ModelError("this version of TRL does not tell what its reference model says; use 1.0 or later")
+    return Preference(beta=float(trainer.beta))
 
 
 def _recipe(trainer: Any, model: nn.Module) -> Training | None:

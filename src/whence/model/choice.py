@@ -74,10 +74,11 @@ def _percent(part: float) -> str:
 
 
 def _why_forward_mode_fails(network: Network, batch: Batch) -> str | None:
-    """None where one dual-number pass works, else the first line of what it said."""
+    """None where one dual-number pass and its backward pass work, else the first line of what it said."""
     direction = network.blank()
     try:
-        dual_forward(network, batch, direction)
+        outputs, leaves, tangent = dual_forward(network, batch, direction)
+        network.pull_back(outputs, leaves, tangent, lambda name, gradient: None)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         lines = str(error).strip().splitlines()
         return lines[0] if lines else type(error).__name__

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from whence.model.kinks import HoldKinks, RecordKinks
 from whence.model.network import Network, widened
 from whence.model.perturbation import ParameterUses, observe_uses, perturbed
+from whence.model.quantised import is_quantised
 from whence.tasks import Batch
 from whence.vectors import ParamVector
 
@@ -75,7 +76,13 @@ class FiniteDifferences:
         self.network = network
         # A low-precision model is perturbed in float32, or δu would be rounded away. The float32 layers then
         # need float32 everywhere, so all its tensors are swapped, not only the selected ones.
-        self._tensors: dict[str, Tensor] = {**network.parameters, **network.narrow_rest}
+        # Those of quantised weights cannot be written into; they are put in place of the whole model's.
+        self._quantised = {name for name, tensor in network.narrow_rest.items() if is_quantised(tensor)}
+        self._tensors: dict[str, Tensor] = {
+            name: tensor
+            for name, tensor in {**network.parameters, **network.narrow_rest}.items()
+            if name not in self._quantised
+        }
         with torch.no_grad(), RecordKinks() as recorder:
             self._uses: ParameterUses = observe_uses(
                 network.model, self._tensors, lambda: network.as_it_is(batch)
@@ -293,7 +300,8 @@ class FiniteDifferences:
         held = HoldKinks(base.patterns) if base.patterns else nullcontext()
         moved = self.network.moved(vector, delta) or perturbed(self._tensors, self._uses, value)
         with moved, held:
-            return self.network.as_it_is(batch.map(widened) if self.network.low_precision else batch)
+            instead = {name: widened(self.network.narrow_rest[name]) for name in self._quantised}
+            return self.network.as_it_is(batch.map(widened) if self.network.low_precision else batch, instead)
 
 
 def _rms(change: Tensor) -> float:

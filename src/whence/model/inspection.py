@@ -12,7 +12,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from whence.errors import ModelError
 from whence.model.data import TermSet
-from whence.model.network import Network
+from whence.model.network import Network, backward_explained
+from whence.model.quantised import parts, refusing_cuts
 from whence.tasks import Batch
 
 __all__ = [
@@ -71,6 +72,11 @@ def check_mode(model: nn.Module) -> None:
                 f"the layer {name!r} ({type(module).__name__}) has no running statistics, so outputs depend on the "
                 "rest of the batch. Give it those of the training (track_running_stats=True)"
             )
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise ModelError(
+            "torch.autocast is on, so passes would be in fewer bits than a solve needs. Leave it (with "
+            "torch.autocast(..., enabled=False)); a model whose own parameters are bfloat16 is computed in float32"
+        )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if hasattr(model, "hf_device_map") and len(devices) > 1:
         raise ModelError(
@@ -107,7 +113,11 @@ def _check_plain(name: str, module: nn.Module) -> None:
 
 def check_outputs(network: Network, batch: Batch) -> int:
     """Run the model on a batch, refuse what its task cannot use, and return the number of outputs per term."""
-    outputs = network.outputs(batch, network.leaves())
+    with refusing_cuts(network.model) as watched:
+        outputs = network.outputs(batch, network.leaves())
+        if watched and network.low_precision:  # which are computed otherwise in float32
+            leaves = {n: p.detach().requires_grad_() for n, p in network.parameters.items()}
+            network.as_it_is(batch, leaves)
     if not outputs.is_floating_point():
         raise ModelError(
             f"the model's outputs are {outputs.dtype}; they must be real numbers, such as logits"
@@ -136,7 +146,8 @@ def _check_swapped(network: Network, outputs: Tensor) -> None:
     own = {name: p for name, p in network.parameters.items() if p.requires_grad}
     if not own or network.together:  # a copy that nobody trains
         return
-    reached = torch.autograd.grad(outputs.sum(), list(own.values()), allow_unused=True, retain_graph=True)
+    with backward_explained():
+        reached = torch.autograd.grad(outputs.sum(), list(own.values()), allow_unused=True, retain_graph=True)
     missed = [name for name, found in zip(own, reached, strict=True) if found is not None]
     if missed:
         raise ModelError(
@@ -239,7 +250,8 @@ def fitting_micro_batch(network: Network, pilot: Batch, *, memory: int) -> int:
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tensors if not hasattr(t, "to_local")}
+    whole = (tensor for tensor in tensors if not hasattr(tensor, "to_local"))
+    return {part.untyped_storage().data_ptr() for tensor in whole for part in parts(tensor)}
 
 
 def _activation_bytes(network: Network, batch: Batch) -> tuple[int, int]:
@@ -249,11 +261,12 @@ def _activation_bytes(network: Network, batch: Batch) -> tuple[int, int]:
     seen: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
         if network.together:  # gathered for this layer
             own.update(_storages(network.model.parameters()))
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
+        for part in parts(tensor):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

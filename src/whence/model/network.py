@@ -4,7 +4,8 @@ Leaves are aliases of the parameters (they share storage and cost nothing), so g
 writing to the user's ``.grad``, and parameters that are not selected stay constants.
 
 A model in bfloat16 or float16 is computed in float32, at its parameters as they are: in fewer bits, tangents and sums
-lose what a solve is about. Every pass then makes a copy of the model in float32.
+lose what a solve is about. Every pass then makes a copy of the model in float32. Weights that are quantised stay as
+they are, if their scales are in float32 (the model was loaded so), and are else dequantised with the rest.
 
 With a metric D, vectors are in the coordinates ``φ = D^(1/2)θ``: tangents are ``D^(-1/2)`` times what comes in,
 gradients ``D^(-1/2)`` times what the backward pass gives. In these coordinates ``H + λ`` is ``H + λD`` of the
@@ -29,10 +30,11 @@ from whence.backward import pulled_back, seeded
 from whence.distributed import ALONE, Ranks, Shards
 from whence.errors import DataError, ModelError, OptionError, WhenceError
 from whence.model.grouped import may_group
+from whence.model.quantised import dequantised, is_packed, is_quantised
 from whence.tasks import Batch, Task
 from whence.vectors import ParamVector
 
-__all__ = ["Network", "Receiver", "adding_to", "widened"]
+__all__ = ["Network", "Receiver", "adding_to", "backward_explained", "widened"]
 
 #: Takes a parameter's name and its part of a product: ``[shape]``, or ``[k, shape]`` for a block.
 Receiver = Callable[[str, Tensor], None]
@@ -56,6 +58,22 @@ def _explaining(batch: Batch) -> Iterator[None]:
         raise
     except Exception as error:
         raise _explained(error, batch) from error
+
+
+@contextmanager
+def backward_explained() -> Iterator[None]:
+    """What autograd raises in here becomes an error that says what may be the matter."""
+    try:
+        yield
+    except (WhenceError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise ModelError(
+            f"the model's backward pass failed: {type(error).__name__}: {reason}. If it checkpoints its "
+            "activations (torch.utils.checkpoint), switch that off, or give a float32 model with use_reentrant=False "
+            "and product='finite-difference': what is computed again is computed with the model's own parameters"
+        ) from error
 
 
 def _explained(error: Exception, batch: Batch) -> DataError | ModelError:
@@ -131,7 +149,7 @@ class Network:
         self.narrow_rest = {
             name: tensor
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
-            if _narrow(tensor) and name not in self.parameters
+            if _narrow(tensor) and name not in self.parameters and not is_packed(tensor)
         }
         self._slots = _slots(model, {**self.parameters, **self.narrow_rest})
 
@@ -222,17 +240,24 @@ class Network:
         tensors = self.values() if parameters is None else dict(parameters)
         if self.low_precision:
             tensors, batch = self.constants() | tensors, batch.map(widened)
-        swapped = {f"model.{slot}": tensor for name, tensor in tensors.items() for slot in self._slots[name]}
         with _explaining(batch):
             # torch would tie weights by all their names, of which a module with two has each put back over the other
-            result = functional_call(self._module, swapped, (batch,), tie_weights=False)
+            result = functional_call(self._module, self._in_slots(tensors), (batch,), tie_weights=False)
         assert isinstance(result, Tensor)
         return result
 
-    def as_it_is(self, batch: Batch) -> Tensor:
-        """The outputs of the model itself, with whatever its parameters hold at the moment."""
+    def as_it_is(self, batch: Batch, instead: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The outputs of the model itself, with whatever its parameters hold at the moment, but for these."""
         with _explaining(batch):
-            return self.task.outputs(self.model, batch)
+            if not instead:
+                return self.task.outputs(self.model, batch)
+            result = functional_call(self._module, self._in_slots(instead), (batch,), tie_weights=False)
+        assert isinstance(result, Tensor)
+        return result
+
+    def _in_slots(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by every place that they are kept at."""
+        return {f"model.{slot}": tensor for name, tensor in tensors.items() for slot in self._slots[name]}
 
     def pull_back(
         self,
@@ -249,7 +274,8 @@ class Network:
         dimensions in ``cotangents`` than in ``outputs``, it is a block.
         """
         if cotangents.ndim > outputs.ndim:
-            gradients = pulled_back(outputs, list(leaves.values()), cotangents, keep_graph=keep_graph)
+            with backward_explained():
+                gradients = pulled_back(outputs, list(leaves.values()), cotangents, keep_graph=keep_graph)
             for name, gradient in zip(leaves, gradients, strict=True):
                 if gradient is not None:
                     receive(name, self.scaled(name, gradient))
@@ -266,7 +292,8 @@ class Network:
         ]
         try:
             number = seeded(outputs, cotangents)
-            torch.autograd.backward(number, inputs=list(leaves.values()), retain_graph=keep_graph)
+            with backward_explained():
+                torch.autograd.backward(number, inputs=list(leaves.values()), retain_graph=keep_graph)
         finally:
             for handle in handles:
                 handle.remove()
@@ -278,7 +305,9 @@ def _narrow(tensor: Tensor) -> bool:
 
 def widened(tensor: Tensor) -> Tensor:
     """In float32, where it has fewer bits."""
-    return tensor.float() if _narrow(tensor) else tensor
+    if not _narrow(tensor):
+        return tensor
+    return dequantised(tensor) if is_quantised(tensor) else tensor.float()
 
 
 def _slots(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:

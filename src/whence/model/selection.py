@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from whence.errors import ModelError, OptionError, ParameterSelectionError
+from whence.model.quantised import is_quantised
 
 __all__ = ["ParameterFilter", "select_parameters"]
 
@@ -18,7 +19,8 @@ def select_parameters(model: nn.Module, params: ParameterFilter | None = None) -
     """The model's trainable parameters, or those of them that ``params`` selects.
 
     Frozen parameters (``requires_grad=False``) are never selected, but for the adapters of a PEFT model that was loaded
-    for inference, where all is frozen. Tied weights appear once, under the name that
+    for inference, where all is frozen. Nor are quantised ones, which have no derivatives: of a quantised model without
+    adapters, whatever floating point is left has to be asked for. Tied weights appear once, under the name that
     `torch.nn.Module.named_parameters` gives them first.
 
     Args:
@@ -35,6 +37,10 @@ def select_parameters(model: nn.Module, params: ParameterFilter | None = None) -
         for name, parameter in everything.items()
         if parameter.requires_grad and parameter.is_floating_point()
     }
+    quantised = [name for name, parameter in everything.items() if is_quantised(parameter)]
+    if quantised:
+        _check_quantised(model, everything, quantised, params)
+        trainable = {name: parameter for name, parameter in trainable.items() if name not in quantised}
     if not trainable:
         trainable = _adapters(model, everything)
     if not trainable:
@@ -57,6 +63,30 @@ def select_parameters(model: nn.Module, params: ParameterFilter | None = None) -
     raise ParameterSelectionError(
         f"the parameter filter {_describe(params)} matches nothing; it could match: {_few(trainable, 12)}"
     )
+
+
+def _check_quantised(
+    model: nn.Module,
+    everything: Mapping[str, nn.Parameter],
+    quantised: Sequence[str],
+    params: ParameterFilter | None,
+) -> None:
+    """Refuse to attribute to weights without derivatives, or silently to what little there is beside them."""
+    matches = (lambda name: True) if params is None else _as_predicate(params)
+    asked = [name for name in everything if matches(name)]
+    trained = [name for name in quantised if everything[name].requires_grad and name in asked]
+    if trained or (asked and set(asked) <= set(quantised)):
+        raise ParameterSelectionError(
+            f"these parameters are quantised: {_few(trained or asked)}. Numbers of so few bits have no derivatives, so "
+            "nothing can be attributed to them. Train adapters (LoRA) on them and attribute to those, or give the "
+            "model in floating point"
+        )
+    if params is None and not _adapters(model, everything):
+        raise ParameterSelectionError(
+            f"{len(quantised)} of the model's {len(everything)} parameters are quantised, which have no derivatives, "
+            "and it has no adapters. Give the model in floating point, or with its adapters (PEFT); what is left in "
+            "floating point can be asked for by params="
+        )
 
 
 def _adapters(model: nn.Module, everything: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

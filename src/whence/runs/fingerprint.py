@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from whence.model.quantised import parts
 from whence.progress import ticker
 
 __all__ = ["of_data", "of_model", "of_value", "without_addresses"]
@@ -31,8 +32,9 @@ def of_model(model: nn.Module) -> str:
     digest = hashlib.blake2b(kind.__qualname__.encode())
     for name, tensor in {**dict(model.named_buffers()), **model.state_dict()}.items():
         digest.update(name.encode())
-        for piece in _pieces(tensor):
-            digest.update(piece)
+        for part in parts(tensor):
+            for piece in _pieces(part):
+                digest.update(piece)
     return digest.hexdigest()[:16]
 
 

@@ -126,6 +126,11 @@ def load_model(
             config = transformers.AutoConfig.from_pretrained(
                 source, local_files_only=local, trust_remote_code=False
             )
+        if adapter is None and getattr(config, "quantization_config", None):
+            raise ModelError(
+                f"{source} holds quantised weights, which have no derivatives; give the model in floating point, or "
+                "the directory of an adapter that was trained on it"
+            )
         kind, loader = _architecture(config.to_dict(), source)
         model = _load_weights(getattr(transformers, loader), source, chosen, local)
         if adapter is not None:
@@ -230,10 +235,6 @@ def _with_adapter(model: nn.Module, directory: Path) -> Any:
 
 
 def _architecture(config: dict[str, Any], source: str) -> tuple[Kind, str]:
-    if config.get("quantization_config"):
-        raise ModelError(
-            f"{source} holds quantised weights, which have no gradients; give the model in floating point"
-        )
     names = config.get("architectures") or []
     for name in names:
         for ending, found in ARCHITECTURES.items():

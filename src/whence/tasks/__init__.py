@@ -5,6 +5,7 @@ from whence.tasks.binary import BinaryClassification
 from whence.tasks.classification import Classification
 from whence.tasks.convex import ConvexLoss
 from whence.tasks.language_modeling import LanguageModeling
+from whence.tasks.preference import Preference
 from whence.tasks.regression import Regression
 from whence.tasks.sequence_to_sequence import SequenceToSequence
 from whence.tasks.token_classification import MaskedLanguageModeling, TokenClassification
@@ -16,6 +17,7 @@ __all__ = [
     "ConvexLoss",
     "LanguageModeling",
     "MaskedLanguageModeling",
+    "Preference",
     "Regression",
     "SequenceToSequence",
     "Task",

@@ -103,8 +103,18 @@ class Batch:
         )
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
-        """Move to a device; floating-point tensors also to ``dtype`` where given."""
-        return self.map(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None))
+        """Move to a device; floating-point tensors also to ``dtype`` where given.
+
+        To a GPU through pinned memory, so that the host goes on meanwhile.
+        """
+
+        def move(tensor: Tensor) -> Tensor:
+            kind = dtype if tensor.is_floating_point() else None
+            if device.type == "cuda" and tensor.device.type == "cpu":
+                return tensor.pin_memory().to(device, kind, non_blocking=True)
+            return tensor.to(device, kind)
+
+        return self.map(move)
 
     def kinds(self) -> dict[str, str]:
         """Which kind of numbers each field holds: the dtype of an input, and whether targets are real or whole."""

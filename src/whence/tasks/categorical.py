@@ -192,7 +192,9 @@ class CategoricalTask(Task):
         assert product is not None
         ignored = batch.targets == IGNORED
         product = self._massed(product, batch, 1)
-        return product.masked_fill_(ignored.unsqueeze(-1), 0.0) if bool(ignored.any()) else product
+        if ignored.device.type == "cpu" and not bool(ignored.any()):
+            return product  # elsewhere, looking costs more than filling: the host would wait
+        return product.masked_fill_(ignored.unsqueeze(-1), 0.0)
 
     def derivatives_beside(self, outputs: Tensor, tangents: Tensor, product: Tensor, batch: Batch) -> Tensor:
         # (S t)_y = w_y p_y (t_y - ⟨p, t⟩), so w_y ⟨p - e_y, t⟩ = -(S t)_y / p_y: no further pass over the tangents
