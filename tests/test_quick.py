@@ -271,8 +271,10 @@ def test_without_a_limit_it_goes_on_to_what_was_asked(
     assert found.solve.solver == "cg"
     assert not found.solve.limited
     assert bool(found.solve.converged.all())
-    assert found.solve.plan.damping == exact.solve.plan.damping
-    assert correlation(found.scores, exact.scores) > 0.999
+    # the strain is told by EK-FAC in one and by a solve in the other, so λ is not quite the same
+    same = exact.over_damping([found.solve.plan.damping])
+    assert bool(same.settled.all())
+    assert correlation(found.scores, same.scores[0]) > 0.999
 
 
 def test_what_is_dear_ends_with_the_quick_answer_and_says_so(

@@ -108,7 +108,8 @@ class ShardedNetwork(Network):
     def outputs(self, batch: Batch, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         return self.as_it_is(batch)
 
-    def as_it_is(self, batch: Batch) -> Tensor:
+    def as_it_is(self, batch: Batch, instead: Mapping[str, Tensor] | None = None) -> Tensor:
+        assert not instead  # quantised layers in pieces are refused
         try:
             return super().as_it_is(batch)
         finally:
