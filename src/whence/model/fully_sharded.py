@@ -85,6 +85,12 @@ class ShardedNetwork(Network):
                 "Load it in float32, and shard it without a MixedPrecisionPolicy"
             )
 
+        if self.narrow_rest:
+            raise ModelError(
+                f"{next(iter(self.narrow_rest))!r} of the sharded model is quantised, which is not supported; attribute "
+                "the adapters of a quantised base in a process that holds it whole"
+            )
+
     def blank(self, columns: int | None = None) -> ParamVector:
         return self._zeros(columns, self.shards)
 
@@ -109,7 +115,7 @@ class ShardedNetwork(Network):
         return self.as_it_is(batch)
 
     def as_it_is(self, batch: Batch, instead: Mapping[str, Tensor] | None = None) -> Tensor:
-        assert not instead  # quantised layers in pieces are refused
+        assert not instead  # what is quantised was refused
         try:
             return super().as_it_is(batch)
         finally:
