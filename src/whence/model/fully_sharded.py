@@ -87,8 +87,8 @@ class ShardedNetwork(Network):
 
         if self.narrow_rest:
             raise ModelError(
-                f"{next(iter(self.narrow_rest))!r} of the sharded model is quantised, which is not supported; attribute "
-                "the adapters of a quantised base in a process that holds it whole"
+                f"{next(iter(self.narrow_rest))!r} of the sharded model is quantised, which is not supported; "
+                "attribute the adapters of a quantised base in a process that holds it whole"
             )
 
     def blank(self, columns: int | None = None) -> ParamVector:
