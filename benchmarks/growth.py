@@ -5,8 +5,8 @@
 A Llama with random weights, a whole `whence.attribute` each time: the quick answer (EK-FAC), and LiSSA with a fixed
 number of steps. One of four sizes is varied at a time, over three values. Seconds are CPU seconds of one thread; bytes
 are the most that tensors took at once beside the model (`benchmarks.memory`). The exponent is the slope of a straight
-line through the logarithms: 1 is linear. Claimed: nothing grows faster than
-linearly, and memory not at all with the data.
+line through the logarithms: 1 is linear. Wanted: nothing that grows faster than linearly, and memory not at all with
+the data.
 
 Results go to ``benchmarks/results/growth.json``.
 """
