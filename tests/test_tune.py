@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from whence import LanguageModeling, Regression, Training, Tuning, attribute, tune
+from whence.attribution import damping as rule
 from whence.cli import app
 from whence.errors import DataError, ModelError, OptionError, RunDirectoryError, WhenceError
 
 TASK = Regression()
 RIDGE = 0.02
 #: Says τ so that damping="auto" is sixteen times the penalty.
-RECIPE = Training(rate=4 / (16 * RIDGE), steps=1)
+RECIPE = Training(rate=rule.RECIPE / (16 * RIDGE), steps=1)
 
 
 def diabetes() -> tuple[Tensor, Tensor]:
@@ -103,7 +104,7 @@ def test_words_and_table_say_what_was_found(found: Tuning) -> None:
 
 
 def test_where_auto_is_right_it_stays() -> None:
-    right = tuned(training=Training(rate=4 / RIDGE, steps=1), multiples=[16, 1 / 16])
+    right = tuned(training=Training(rate=rule.RECIPE / RIDGE, steps=1), multiples=[16, 1 / 16])
     assert right.damping == right.auto == pytest.approx(RIDGE)
     assert right.setting == "auto"
     assert right.gain.value == 0
@@ -259,7 +260,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     first = json.loads(invoke(*asked, "--processes", 2, "--json").stdout)
     halves = [line for line in Path("trained.txt").read_text().splitlines() if line.startswith("70 ")]
     assert halves == ["70 0"] * 6
-    assert first["auto"] == pytest.approx(4 / 1.5)
+    assert first["auto"] == pytest.approx(rule.RECIPE / 1.5)
     assert first["setting"].startswith("auto")
     assert first["halves"] == 6
     printed = invoke(*asked).stdout

@@ -8,7 +8,7 @@ of gradients measured at the parameters as they are.
 
 *Either way*, more where first-order theory would be stretched too far: where the strain is above 0.1 nats
 (`whence.attribution.strain`), λ is multiplied by ``(strain / 0.1)²``. Strain falls about as the root of λ, so this
-brings it there.
+brings it there; at most a hundredfold, where scores are gradient dot products as a rule.
 
 ``damping="auto/4"`` is a quarter of that λ, in the same metric: what `whence.tune` finds can be given so.
 
@@ -55,8 +55,8 @@ __all__ = [
 RECIPE = 3.0
 #: λ where the training is not known, in the metric of √v.
 GUESS = 5.0
-#: How much strain there may be, in nats.
-STRAIN = 0.1
+#: How much strain there may be, in nats, and what λ is multiplied by at most.
+STRAIN, _MOST = 0.1, 100.0
 #: λ that stability is measured for: so many, each this many times the one before.
 _GRID, _STEP = 12, 2.0
 
@@ -180,10 +180,10 @@ def raise_for(strain: float) -> float:
     """What λ is multiplied by at this strain.
 
     Example:
-        >>> raise_for(0.1), raise_for(2 * STRAIN)
-        (1.0, 4.0)
+        >>> raise_for(0.05), raise_for(2 * STRAIN), raise_for(1000.0)
+        (1.0, 4.0, 100.0)
     """
-    return max(1.0, (strain / STRAIN) ** 2)
+    return min(max(1.0, (strain / STRAIN) ** 2), _MOST)
 
 
 def first_damping(

@@ -26,6 +26,8 @@ _PACKED = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 def parts(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that a tensor is made of: itself, or what a tensor of a class of its own holds."""
+    if hasattr(tensor, "to_local"):  # what this process holds of a sharded one
+        tensor = tensor.to_local()
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return [tensor]
