@@ -233,11 +233,12 @@ def test_a_link_to_an_entry_leads_there(visit: Callable[..., Browser]) -> None:
 
 def test_the_question_that_did_not_converge_says_so(visit: Callable[..., Browser]) -> None:
     page = visit("text")
-    assert [bool(page.find_elements("css selector", f"#q{k} > .warning")) for k in range(3)] == [
-        False,
-        False,
-        True,
+    warnings = [
+        " ".join(found.text for found in page.find_elements("css selector", f"#q{k} > .warning"))
+        for k in range(3)
     ]
+    assert ["Not converged" in warning for warning in warnings] == [False, False, True]
+    assert all("Intervals in doubt" in warning for warning in warnings)  # of batches drawn by curvature
     top = page.find_element("css selector", "main > .warning").text
     assert "question 3" in top
     assert "diverged after 12 steps" in top
