@@ -44,7 +44,7 @@ def measure(of: Work) -> dict[str, Any]:
         plan = solver = None
         if not way.factored:
             spectrum = estimate_spectrum(gnh, generator=options.generator(1), terms=options.spectrum_terms)
-            damping, _ = first_damping(options.damping, None, spectrum, rounding=gnh.rounding)
+            damping, _ = first_damping(options.damping, None, spectrum, gnh)
             solver = choice_for(gnh, spectrum, damping, len(asked), options).best
             plan = Plan.tuned(spectrum, damping, num_terms=gnh.num_terms, chains=options.chains)
         told = forecast(gnh, way, options, queries=len(asked), plan=plan, solver=solver)

@@ -13,12 +13,13 @@ from torch import nn
 import whence
 from dense import dense_gauss_newton
 from whence import Classification, GaussNewton, Options, ParamVector, attribute, load, validate
-from whence.attribution.damping import GUESS, RECIPE, STRAIN, metric_of, raise_for
+from whence.attribution.damping import GUESS, RECIPE, STRAIN, first_damping, metric_of, raise_for
 from whence.attribution.stability import measure_stability
 from whence.attribution.strain import PROBES, measure_strain
 from whence.errors import OptionError
 from whence.model.second_moment import BATCH, factored, root_second_moment
 from whence.preconditioners.ekfac import ekfac
+from whence.spectrum import Estimate
 
 TASK = Classification()
 
@@ -107,6 +108,47 @@ def test_without_it_scores_are_those_of_the_measured_metric() -> None:
     assert result.solve.plan.damping >= GUESS * (1 - 1e-9)
     assert result.solve.in_metric
     assert correlation(result.scores, exact(result.solve.plan.damping, metric)) > 0.999
+
+
+class Bigrams(nn.Module):
+    """A table of logits: which token follows which."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.table = nn.Embedding.from_pretrained(logits, freeze=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table(input_ids)
+        return found
+
+
+def test_it_does_not_matter_how_text_is_cut_into_passages() -> None:
+    """The same text in passages of 5 and of 33 tokens is damped alike, though √v is 2.8 times as large in the first."""
+    vocabulary, random = 6, torch.Generator().manual_seed(0)
+    chances = torch.rand(vocabulary, vocabulary, generator=random, dtype=torch.float64).softmax(-1)
+    tokens = [0]
+    for _ in range(32 * 1000):
+        tokens.append(int(torch.multinomial(chances[tokens[-1]], 1, generator=random)))
+    text = torch.tensor(tokens)
+    counts = torch.zeros(vocabulary, vocabulary, dtype=torch.float64)
+    counts.index_put_((text[:-1], text[1:]), torch.ones(len(text) - 1, dtype=torch.float64), accumulate=True)
+    # trained to the end: no gradient is left
+    model = Bigrams((counts / counts.sum(1, keepdim=True)).log()).eval()
+    damped = []
+    for length in (4, 32):  # every prediction is in both
+        passages = [
+            {"input_ids": text[start : start + length + 1]} for start in range(0, len(text) - length, length)
+        ]
+        gnh = GaussNewton(model, whence.LanguageModeling(), passages)
+        metric = metric_of(gnh, None, Options())
+        assert metric is not None
+        spectrum = whence.Spectrum(trace=Estimate(1.0), frobenius=Estimate(1.0), lambda_max=Estimate(1.0))
+        found, words = first_damping("auto", None, spectrum, gnh)
+        assert f"{length} terms" in words
+        damped.append(found * metric["table.weight"])
+    ratio = damped[0] / damped[1]  # 64 batches know √v to 6%
+    assert abs(float(ratio.log().mean())) < 4 * 0.06 * 2**0.5 / 36**0.5
+    assert float(ratio.log().abs().max()) < 5 * 0.06 * 2**0.5
 
 
 def test_plain_dot_products_stay_plain() -> None:

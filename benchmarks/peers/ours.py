@@ -53,7 +53,9 @@ def ask(of: Work) -> Answers:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.ours", description=__doc__.split(":")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers.ours", description=__doc__.split(":")[0]
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(WORKS)}; all by default")
     torch.set_num_threads(1)
     for name in parser.parse_args().names or WORKS:

@@ -3,8 +3,10 @@
 *With the training's recipe*, ``λ = 3/τ`` with τ the sum of all learning rates (`whence.training`), in the optimizer's
 own metric: D = √v̂ for Adam, the identity for SGD.
 
-*Without*, as if Adam had trained the model for a time of 0.6: ``λ = 5`` in the metric of √v, the second moment
-of gradients measured at the parameters as they are.
+*Without*, as if Adam had trained the model for a time of 0.6: ``λ = 5√m`` in the metric of √v, the second moment
+of gradients measured at the parameters as they are. √v is of batches of 32 examples, and an example has m terms: a
+passage as many as it has tokens. The mean over more terms makes √v smaller by √m, and λ makes that good, so that it
+does not matter how text is cut into passages.
 
 *Either way*, more where first-order theory would be stretched too far: where the strain is above 0.1 nats
 (`whence.attribution.strain`), λ is multiplied by ``(strain / 0.1)²``. Strain falls about as the root of λ, so this
@@ -17,6 +19,7 @@ The three numbers are from ``python -m benchmarks.damping``: many works, each le
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -53,7 +56,7 @@ __all__ = [
 
 #: λ times the training's time.
 RECIPE = 3.0
-#: λ where the training is not known, in the metric of √v.
+#: λ where the training is not known, in the metric of √v, for examples of one term.
 GUESS = 5.0
 #: How much strain there may be, in nats, and what λ is multiplied by at most.
 STRAIN, _MOST = 0.1, 100.0
@@ -155,7 +158,7 @@ def weigh(
     def compute() -> Weighed:
         options, part = job.options, part_of_auto(job.options.damping)
         given = options.damping if part is None else "auto"
-        found, words = first_damping(given, job.training, spectrum, rounding=gradients.rounding)
+        found, words = first_damping(given, job.training, spectrum, job.gnh)
         strain = None
         if part is not None:
             strain = measure_strain(job.gnh, found, generator=options.generator(8), factors=factors)
@@ -187,20 +190,21 @@ def raise_for(strain: float) -> float:
 
 
 def first_damping(
-    damping: float | str, training: Training | None, spectrum: Spectrum, *, rounding: float
+    damping: float | str, training: Training | None, spectrum: Spectrum, gnh: GaussNewton
 ) -> tuple[float, str]:
     """λ as given, from the recipe, or as it is before the strain was asked for; and how it was found.
 
-    A λ that is given must leave digits to λmax beside it, with this rounding unit of vectors.
+    A λ that is given must leave digits to λmax beside it.
     """
     part = part_of_auto(damping)
     if part is None:
-        return resolve_damping(damping, spectrum, rounding=rounding), "λ was given."
+        return resolve_damping(damping, spectrum, rounding=gnh.rounding), "λ was given."
     if training is None:
-        words = (
-            f"λ = {GUESS:g} in the metric of the gradients' second moment, as if Adam had trained the model."
-        )
-        return _divided(GUESS, words, part)
+        terms = gnh.terms.terms_per_example
+        each = "" if terms == 1 else f"√{terms:.4g}"
+        words = f"λ = {GUESS:g}{each} in the metric of the gradients' second moment, as if Adam had trained the model"
+        words += "." if terms == 1 else f"; an example has {terms:.4g} terms."
+        return _divided(GUESS * math.sqrt(terms), words, part)
     time = training.time
     words = f"λ = {RECIPE:g}/τ from the training, τ = {time:.3g} the sum of its learning rates."
     return _divided(RECIPE / time, words, part)

@@ -102,7 +102,7 @@ def plan(
     refine = 1.0
     if damping_sweep or not way.factored:  # EK-FAC needs no spectrum
         measured = _measure(gnh, options)
-        damping, _ = first_damping(options.damping, inputs.training, measured, rounding=gnh.rounding)
+        damping, _ = first_damping(options.damping, inputs.training, measured, gnh)
         choice = choice_for(gnh, measured, damping, queries, options)
         refine = choice.of("lissa").refine if options.refine is None else options.refine
         made = Plan.tuned(measured, damping, num_terms=gnh.num_terms, chains=options.chains, refine=refine)
