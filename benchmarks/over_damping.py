@@ -3,8 +3,8 @@
     python -m benchmarks.over_damping [NAME …] [--rounds N]
 
 Both solve for all queries of a work in the metric of the gradients' second moment, at a sixteenth of the λ that
-``damping="auto"`` begins with, and score the training examples: one with the solution, one with what its products showed
-of the examples, for twelve λ from there on. Seconds of one core, in turn.
+``damping="auto"`` begins with, and score the training examples: one along the solution, one by what its products
+showed of the examples, for twelve λ from there on. Seconds of one core, in turn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The linear datamodeling score of peers' scores, beside ours: `python -m benchmarks.peers [NAME …]`, in our environment.
+"""Agreement of peers' scores with retraining, beside ours: `python -m benchmarks.peers [NAME …]`, in our environment.
 
 Every difference to whence (`benchmarks.peers.ours`) is of the same resamples of halves and queries, so that it is known
 better than either score: a peer at its defaults, and at the best of its grid, picked by the retraining itself.
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.answers import Answer, Answers, kept
-from benchmarks.timing import RESULTS, report, save
 from benchmarks.peers.ours import NAME as OURS
+from benchmarks.timing import RESULTS, report, save
 from benchmarks.truth import DIRECTORY as TRUTHS
 from benchmarks.truth import truth
 from benchmarks.works import WORKS, work
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def judge(answers: Answers, outcomes: Outcomes, ours: Sequence[Answer]) -> dict[str, Any]:
-    """What is kept of a peer's scores of a work: the LDS at each damping, the best of the grid, ours less it, the costs."""
+    """What is kept of a peer's scores of a work: the LDS at each damping, the best of the grid, ours, the costs."""
     judged = [judge_one(answer, outcomes) for answer in answers.answers]
     grid = [each for each in judged if each["setting"] == "grid"]
     known = [each for each in grid if each["lds"] is not None]
