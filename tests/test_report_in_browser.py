@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import pages
+from whence import Classification, attribute
 from whence.attribution.page import SHOWN, render, write_page
 
 REPORTS = pages.REPORTS
@@ -504,3 +507,35 @@ def test_controls_are_named_and_reached_by_keyboard(visit: Callable[..., Browser
         reached.append(focus.get_attribute("id") or focus.get_attribute("class"))
     for control in ("jump", "search", "theme", "sort-by", "direction"):
         assert control in reached
+
+
+def test_in_a_notebook_results_show_themselves(browser: Browser, tmp_path: Path) -> None:
+    """The page and the card of λ stand in frames that cannot reach out, hostile texts included."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    train = [(torch.randn(4), i % 3) for i in range(60)]
+    result = attribute(
+        model, train, train[:2], task=Classification(), solver="cg", title=f"Asked {pages.BREAKOUT}"
+    )
+    shown = [result._repr_html_(), result.over_damping()._repr_html_()]
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(f"<!DOCTYPE html><meta charset=utf-8><title>Notebook</title>{''.join(shown)}")
+    browser.get(notebook.as_uri())
+    frames = browser.find_elements("tag name", "iframe")
+    assert len(frames) == 2
+    browser.switch_to.frame(frames[0])
+    assert "2 questions" in browser.find_element("tag name", "body").text
+    assert len(browser.find_elements("css selector", ".item, .entry, li")) > 10
+    browser.switch_to.default_content()
+    browser.switch_to.frame(frames[1])
+    words = browser.find_element("tag name", "body").text
+    assert "depends on λ" in words
+    assert "top ten" in words
+    drawn = browser.find_element("css selector", "figure svg").size
+    assert drawn["width"] > 200
+    assert drawn["height"] > 100
+    browser.switch_to.default_content()
+    assert browser.title == "Notebook"
+    refused = [entry for entry in browser.get_log("browser") if "localStorage" not in entry["message"]]
+    assert not refused
+    browser.get_log("performance")

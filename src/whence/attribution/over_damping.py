@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from markupsafe import Markup
 from torch import Tensor
 
 from whence.errors import OptionError
 from whence.operators import check_damping
+from whence.report import figures
+from whence.report.notebook import card
 from whence.solvers.shifted import Shifted
 
 __all__ = ["OverDamping"]
@@ -91,3 +94,12 @@ class OverDamping:
             return f"The top ten of every query are mostly the same for every λ {between}."
         whose = "this query" if queries == 1 else f"{depends} of {queries} queries"
         return f"The rankings of {whose} depend on λ: {between}, more than three of their top ten change."
+
+    def figure(self) -> Markup | None:
+        """How much of the top ten of the chosen λ every settled λ keeps, as a drawing; None where there is one λ."""
+        return figures.kept_over_damping(
+            self.dampings[self.settled].numpy(), self.shared()[self.settled].numpy(), self.chosen
+        )
+
+    def _repr_html_(self) -> str:
+        return card("How the top of the rankings depends on λ", [self.words()], self.figure(), height=340)

@@ -129,11 +129,7 @@ class _Damping:
         self.words, self.depends, self.figure = result.solve.damping_words, "", None
         if result.solve.shifted is not None and len(result.indices) >= _ENOUGH:
             over = result.over_damping()
-            settled = over.settled
-            self.depends = over.words()
-            self.figure = figures.kept_over_damping(
-                over.dampings[settled].numpy(), over.shared()[settled].numpy(), over.chosen
-            )
+            self.depends, self.figure = over.words(), over.figure()
         self.errors = ""
         if result.data_stderr is not None and result.stability is not None:
             size = result.scored.mean.square().mean().sqrt().clamp_min(1e-300)

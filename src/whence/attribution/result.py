@@ -23,6 +23,7 @@ from whence.exhibit import Exhibit
 from whence.libraries import load_library
 from whence.model.memory import half_of_memory
 from whence.report.checks import Validation
+from whence.report.notebook import framed
 from whence.runs import Run, Scalar, opened
 from whence.runs.files import REMEDY
 from whence.scoring.similarity import cosines, similarity_of_chains
@@ -356,6 +357,10 @@ class Attribution:
     def to_html(self, path: str | Path) -> Path:
         """Write the page: one self-contained file. Returns its path."""
         return write_page(render(self), path)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, for notebooks."""
+        return framed(render(self), title=self.title, height=720)
 
     def save(self, directory: str | Path) -> Path:
         """Write the result into a directory of its own; `whence.load` reads it back."""

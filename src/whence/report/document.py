@@ -24,7 +24,7 @@ from whence.report.figures import verdict_mark
 from whence.report.untrusted import href, picture, script_json, visible
 from whence.units import format_duration
 
-__all__ = ["Item", "Page", "Token", "document", "shade", "words_to_filter"]
+__all__ = ["Item", "Page", "Token", "document", "plain_document", "shade", "words_to_filter"]
 
 MOST_WORDS = 40  # to choose from, where a list can be filtered
 LEVELS = 10  # depths of shading, each a class in style.css: the page's policy allows no inline styles
@@ -139,7 +139,7 @@ def document(
         reproduce: what the page offers to copy, beside settings and versions.
         values: what else the template uses.
     """
-    style = Markup(_source("style.css") + _source("figures.css") + _source("narrow_and_print.css"))
+    style = _style()
     theme, script = Markup(_source("theme.js")), Markup(_source("lists.js") + _source("reading.js"))
     copied = {"settings": dict(report.settings), **(reproduce or {}), "versions": dict(report.versions)}
     return (
@@ -157,9 +157,19 @@ def document(
     )
 
 
+def plain_document(template: str, **values: Any) -> str:
+    """A page without scripts, in the same style and under the same policy."""
+    style = _style()
+    return _environment().get_template(template).render(style=style, policy=_policy(style), **values)
+
+
+def _style() -> Markup:
+    return Markup(_source("style.css") + _source("figures.css") + _source("narrow_and_print.css"))
+
+
 def _policy(style: str, *scripts: str) -> str:
     """A Content-Security-Policy under which only these very styles and scripts work."""
-    sources = " ".join(_hash(script) for script in scripts)
+    sources = " ".join(_hash(script) for script in scripts) or "'none'"
     return (
         f"default-src 'none'; style-src {_hash(style)}; script-src {sources}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
