@@ -23,8 +23,8 @@ from whence.attribution import load
 
 PROGRAM = Path(on_ranks.__file__)
 FAST = ["vectors", "products", "preconditioners", "spectrum", "scores", "attribute", "quick", "sharded"]
-FAST += ["sharded factors", "sharded factors, mixed"]
-SLOW = ["lissa", "float32", "llama", "llama, quick", "lora", "sharded cg", "sharded lissa", "sharded quick"]
+FAST += ["sharded factors", "sharded factors, mixed", "sharded quick"]
+SLOW = ["lissa", "float32", "llama", "llama, quick", "lora", "sharded cg", "sharded lissa"]
 SLOW += ["sharded factors, llama"]
 
 
