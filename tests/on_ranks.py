@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import whence
 from whence import Classification, GaussNewton, LanguageModeling, ParamVector, Regression
 from whence.attribution.strain import measure_strain
-from whence.distributed import launched, shard
-from whence.errors import WhenceError
+from whence.distributed import current, launched, shard
+from whence.errors import DataError, WhenceError
 from whence.model.importance import measure_importance
 from whence.model.second_moment import root_second_moment
 from whence.preconditioners import nystrom
@@ -217,6 +217,13 @@ def refused() -> Found:
         "other weights": other,
         "other options": lambda: attributed(mlp(), labelled(), seed=int(os.environ["RANK"])),
         "clean": lambda: whence.clean(mlp(), labelled(), task=Classification()),
+        "validate": lambda: whence.validate(
+            mlp(),
+            labelled(),
+            labelled()[:1],
+            None,  # type: ignore[arg-type]  # which is not looked at
+            task=Classification(),
+        ),
         "an example that is not finite": lambda: attributed(
             mlp(), [*labelled(), (torch.full((6,), float("nan"), dtype=DOUBLE), 0)]
         ),
@@ -232,7 +239,21 @@ def refused() -> Found:
             attempt()
         except WhenceError as error:
             found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return found | {"told": [told_of(error) for error in (DataError("no"), KeyError("no"))]}
+
+
+def told_of(error: Exception) -> list[str]:
+    """What every process raises where the first does."""
+
+    def fail() -> None:
+        raise error
+
+    said: list[Any] = [None] * current().size
+    try:
+        current().told(fail)
+    except Exception as raised:
+        torch.distributed.all_gather_object(said, f"{type(raised).__name__}: {raised}")
+    return said
 
 
 def sharded(model: nn.Module) -> nn.Module:

@@ -92,11 +92,16 @@ def test_what_several_processes_cannot_do_is_refused(on_two: dict[str, Any]) -> 
         "an example that is not finite",
         "exact products of one",
         "in bfloat16",
+        "validate",
+        "told",
     }
     assert "parted(vector.shards)" in said["a vector that is whole"]
     assert said["other weights"].startswith("RankError: the processes do not agree on the model's weights")
     assert "what was asked" in said["other options"]
     assert said["clean"].startswith("RankError: clean works in one process")
+    assert said["validate"].startswith("RankError: validate works in one process")
+    assert said["told"][0] == ["DataError: no"] * 2
+    assert said["told"][1] == ["KeyError: 'no'", "RankError: rank 0 failed: KeyError: 'no'"]
     assert said["an example that is not finite"].startswith("DataError: example 37")
     assert "finite-difference" in said["exact products of one"]
 
