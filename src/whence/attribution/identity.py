@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from whence.errors import RunDirectoryError
-from whence.model.data import TermSet
 from whence.model.fully_sharded import own_type
 from whence.model.gauss_newton import GaussNewton
 from whence.runs import Run, differences
 from whence.runs.fingerprint import of_data, of_model, of_value, without_addresses
 from whence.solvers import Solver
-from whence.tasks import Task
+from whence.tasks import Questions, Task
 from whence.training import Training
 
 __all__ = ["Portrait", "operator_identity", "question_identity", "recognise"]
@@ -53,7 +52,7 @@ def _task(task: Task) -> str:
 
 def question_identity(
     gnh: GaussNewton,
-    queries: TermSet,
+    questions: Questions,
     positions: Tensor,
     *,
     solver: Solver[Any] | None,
@@ -63,7 +62,8 @@ def question_identity(
     everything = len(positions) == len(gnh.terms)
     return {
         **operator_identity(gnh),
-        "queries": f"{len(queries)} {of_data(queries.data)}",
+        "queries": f"{len(questions)} {of_data(questions.data)}",
+        "asked": questions.words() or "loss",
         "candidates": "all" if everything else f"{len(positions)} {of_value(positions)}",
         "own solver": "" if solver is None else f"{type(solver).__name__} {of_value(solver)}",
         "training": "" if training is None else training.identity,
