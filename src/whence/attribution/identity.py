@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.attribution.groups import Grouping
 from whence.errors import RunDirectoryError
 from whence.model.fully_sharded import own_type
 from whence.model.gauss_newton import GaussNewton
@@ -57,6 +58,7 @@ def question_identity(
     *,
     solver: Solver[Any] | None,
     training: Training | None,
+    grouping: Grouping | None,
 ) -> dict[str, str]:
     """The same, and which queries, examples to score, solver of the user's and training an attribution is about."""
     everything = len(positions) == len(gnh.terms)
@@ -66,6 +68,7 @@ def question_identity(
         "asked": questions.words() or "loss",
         "candidates": "all" if everything else f"{len(positions)} {of_value(positions)}",
         "own solver": "" if solver is None else f"{type(solver).__name__} {of_value(solver)}",
+        "groups": "" if grouping is None else f"{len(grouping.names)} {of_value(grouping)}",
         "training": "" if training is None else training.identity,
     }
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.attribution.groups import Grouping
 from whence.errors import DataError, OptionError
 from whence.exhibit import Exhibit
 from whence.model.data import TermSet
@@ -46,6 +47,7 @@ class Job:
         class_names: labels in words.
         tokenizer: turns tokens into words.
         training: how the model was trained, where that is known.
+        grouping: of the training examples, where groups were named.
     """
 
     gnh: GaussNewton
@@ -62,6 +64,7 @@ class Job:
     class_names: Sequence[str] | None
     tokenizer: Any = None
     training: Training | None = None
+    grouping: Grouping | None = None
 
     @property
     def own_plan(self) -> Plan | None:
@@ -89,14 +92,15 @@ def check_own_solver(solver: Solver[Any] | None, options: Options) -> None:
         )
 
 
-def query_terms(questions: Questions, parts: Parts, gnh: GaussNewton) -> TermSet:
-    """What questions are made of, as terms; refuses what is no list of examples, and what the context does not hold."""
+def query_terms(questions: Questions, gnh: GaussNewton) -> tuple[Parts, TermSet]:
+    """What questions are made of; refuses what is no list of examples, and what the model's context does not hold."""
     if isinstance(questions.queries, (dict, tuple, Tensor, nn.Module)):
         raise DataError(
             f"queries are a {type(questions.queries).__name__}; give a list of examples, even if there is only one: "
             "[query]"
         )
     try:
+        parts = questions.parts(gnh.task)
         terms = TermSet(parts.examples, gnh.task, gnh.network.device)
         terms.expect(gnh.terms.width, gnh.terms.kinds)
         terms.look_through(len(terms))
@@ -111,7 +115,7 @@ def query_terms(questions: Questions, parts: Parts, gnh: GaussNewton) -> TermSet
                 raise DataError(
                     f"{parts.name(number)} has {length} tokens, the model's context holds {limit}; shorten its prompt"
                 )
-    return terms
+    return parts, terms
 
 
 def scored_positions(candidates: Candidates | None, examples: int) -> tuple[Tensor, str]:

@@ -9,7 +9,7 @@ differences from the memory that was kept with the artifact before. Spectrum and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from whence.attribution.asked import Asked, ask, check_unchanged
 from whence.attribution.budget import choose_way
 from whence.attribution.damping import Weighed, in_metric, weigh
 from whence.attribution.exhibits import Describe, describer
+from whence.attribution.groups import Grouping, measure_norms, named_groups
 from whence.attribution.identity import question_identity, recognise
 from whence.attribution.job import Candidates, Job, check_own_solver, query_terms, scored_positions
 from whence.attribution.planning import SCALE, Planned, make_factors, make_plan, measure_spectrum, plan_quick
@@ -62,6 +63,7 @@ def attribute(
     query_groups: Sequence[str | None] | None = None,
     measure: str | None = None,
     reduce: str | None = None,
+    groups: str | Sequence[Hashable | None] | None = None,
     candidates: Candidates | None = None,
     describe: Describe | None = None,
     tokenizer: Any = None,
@@ -88,6 +90,8 @@ def attribute(
         query_groups: for every query the name of its group: one question about the mean over each group.
         measure: "loss", or "margin" for the log-odds log(p / (1 - p)) of the label.
         reduce: "mean" over a query's terms (tokens), or "sum".
+        groups: for every training example the name of a group that it belongs to (None for none), or a field of the data
+            that says so: `Attribution.groups` has the effects of leaving out each.
         candidates: score only these: positions, or a shortlist of `whence.sources.candidates`. The result says what was
             left out. The solve is about all of the data in any case.
         describe: what to show of an example: ``(example, index) -> Exhibit``. By default the data's own
@@ -131,17 +135,17 @@ def attribute(
     positions, not_scored = scored_positions(candidates, len(gnh.terms))
     asked_for = {"contrast": contrast, "groups": query_groups, "measure": measure, "reduce": reduce}
     questions = Questions.of(queries, **{name: what for name, what in asked_for.items() if what is not None})
-    parts = questions.parts(task)
-    asked_about = query_terms(questions, parts, gnh)
+    parts, terms = query_terms(questions, gnh)
+    grouping = None if groups is None else Grouping.by(named_groups(groups, train), len(gnh.terms))
     recipe = None if training is None else Training.read(training, model)
     job = Job(
         gnh=gnh,
         questions=questions,
         parts=parts,
-        terms=asked_about,
+        terms=terms,
         positions=positions,
         not_scored=not_scored,
-        identity=question_identity(gnh, questions, positions, solver=own, training=recipe),
+        identity=question_identity(gnh, questions, positions, solver=own, training=recipe, grouping=grouping),
         options=chosen,
         own_solver=own,
         show_query=describer(questions.queries, None, tokenizer, class_names),
@@ -149,6 +153,7 @@ def attribute(
         class_names=class_names,
         tokenizer=tokenizer,
         training=recipe,
+        grouping=grouping,
     )
     job.show_query(0)  # what cannot be shown at the end is told before the work
     job.show_example(int(gnh.terms.indices[positions[0]]))
@@ -264,7 +269,8 @@ def score(
         job.gnh,
         directions(fresh, asked.plain(job) if job.options.baseline and before is None else None),
         method=job.options.method,  # type: ignore[arg-type]  # checked
-        norms=solved.stats.certificate is not None and (before is None or before.norms is None),
+        norms=(job.options.norms or solved.stats.certificate is not None)
+        and (before is None or before.norms is None),
     )
     found = score_parts(run, f"scores-{number}", scorer, job, chains=len(fresh))
     if before is None:
@@ -325,9 +331,16 @@ def conclude(
     if isinstance(gnh.task, LanguageModeling):
         wanted = [sorted(int(job.positions[position]) for position in end) for end in ends]
         tokens = token_shares(gnh, solved.chains, wanted)
-    shown = sorted({int(scores.indices[position]) for end in ends for position in end})
-    exhibits = {index: job.show_example(index) for index in shown}
+    shown = {int(scores.indices[position]) for end in ends for position in end}
+    if scores.norms is not None:
+        units = ends_of_rankings(scores.chains / scores.norms.clamp_min(1e-300), None, job.options.shown)
+        shown |= {int(scores.indices[position]) for end in units for position in end}
+    exhibits = {index: job.show_example(index) for index in sorted(shown)}
     events = (*planned.drawn, *stats.events, *([said] if said else []))
+    grouping = job.grouping
+    if grouping is not None and stats.certificate is not None:
+        named = grouping
+        grouping = run.keep("groups", Grouping, lambda: measure_norms(gnh, named, job.positions))
     known = {**vars(stats), "plan": stats.plan or planned.plan, "events": events}
     result = Attribution(
         chain_scores=scores.chains,
@@ -358,5 +371,6 @@ def conclude(
         seconds=clock.seconds,
         norms=scores.norms,
         stability=weighed.stability,
+        grouping=grouping,
     )
     return run.keep(name, Attribution, lambda: result)

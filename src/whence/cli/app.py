@@ -92,7 +92,7 @@ def plan(
     check_figure(figure, damping_sweep)
     inputs = Inputs(given)
     shortlist = inputs.candidates
-    queries = len(inputs.queries) if inputs.has_queries or inputs.problem.queries else 1
+    queries = len(inputs.questions) if inputs.has_queries or inputs.problem.queries else 1
     gnh = inputs.operator(options)
     gnh = gnh.in_metric(metric_of(gnh, inputs.training, options))
     way = way_for(gnh, queries, options)
@@ -225,7 +225,7 @@ def clean_command(
         inputs.problem.model,
         inputs.train,
         task=inputs.task,
-        queries=inputs.queries if inputs.has_queries else None,
+        queries=inputs.questions if inputs.has_queries else None,
         params=inputs.params,
         class_names=inputs.class_names,
         run_dir=run_dir,
@@ -295,9 +295,10 @@ def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, t
         result = attribute(
             inputs.problem.model,
             inputs.train,
-            inputs.queries,
+            inputs.questions,
             task=inputs.task,
             params=inputs.params,
+            groups=inputs.groups,
             candidates=inputs.candidates,
             class_names=inputs.class_names,
             training=inputs.training,

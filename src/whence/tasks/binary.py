@@ -36,7 +36,7 @@ class BinaryClassification(Task):
     """
 
     known_convex = True
-    measures = ("margin", "contrast")
+    measures: tuple[str, ...] = ("margin", "contrast")
 
     def __init__(self, *, positive_weight: float | Sequence[float] | Tensor = 1.0) -> None:
         weight = torch.as_tensor(positive_weight, dtype=torch.float64)
