@@ -222,6 +222,17 @@ def test_what_is_asked_is_said() -> None:
     assert facts["“eel”"] == f"probability {chance:.2%}"
     assert result.queries[1].asked is None
     assert result.settings["asked"] == "contrast"
+    page = whence.attribution.page.render(result)
+    assert "why “cat” rather than “eel”" in page
+    assert "less inclined to “cat” rather than “eel”" in page
+    groups = whence.attribute(
+        model, DATA, DATA[:4], task=TASK, contrast=[3, 0, None, None], query_groups=["a", "a", "b", "b"], damping=0.1
+    )
+    told = [(exhibit.id, exhibit.asked, exhibit.facts[0][0]) for exhibit in groups.queries]
+    assert told == [
+        ("a", "why this rather than that, the mean over 2 queries (0, 1)", "Mean log-odds"),
+        ("b", "why this, the mean over 2 queries (2, 3)", "Mean loss"),
+    ]
 
 
 def test_another_question_is_another_run(tmp_path: Any) -> None:

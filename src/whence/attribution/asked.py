@@ -94,6 +94,8 @@ def _exhibit(job: Job, number: int, worth: Tensor, said: list[str | None]) -> Ex
     """What is shown of a question: of its query, or of its group."""
     parts, members = job.parts, job.questions.members[number]
     own = (parts.question == number).nonzero().flatten().tolist()
+    compared = bool(parts.contrast[own].any())
+    measure = parts.measure if compared or parts.measure == "margin" else "loss"
     name, total = job.questions.group(number), float(parts.together(worth)[number])
     if name is not None:
         shown = [job.show_query(position).id or str(position) for position in members[:_NAMED]]
@@ -101,15 +103,14 @@ def _exhibit(job: Job, number: int, worth: Tensor, said: list[str | None]) -> Ex
         about = f"the mean over {len(members)} {'query' if len(members) == 1 else 'queries'}"
         return Exhibit(
             id=name,
-            asked=f"{_WHY[parts.measure]}, {about} ({', '.join(shown)}{more})",
-            facts=((f"Mean {_NAMES[parts.measure]}", _nats(parts.measure, total)),),
+            asked=f"{_WHY[measure]}, {about} ({', '.join(shown)}{more})",
+            facts=((f"Mean {_NAMES[measure]}", _nats(measure, total)),),
         )
     exhibit = job.show_query(members[0])
     exhibit = replace(exhibit, prediction=exhibit.prediction or said[own[0]])
     terms = int(job.gnh.task.num_terms(job.terms.fetch(torch.tensor(own[:1]))).sum())
     unit = "" if terms == 1 else ", sum over tokens" if parts.reduce == "sum" else " per token"
-    if len(own) == 1:
-        measure = "loss" if parts.measure == "contrast" else parts.measure
+    if not compared:
         if measure == "loss" and (parts.reduce == "mean" or terms == 1):
             return exhibit
         facts = [(_NAMES[measure].capitalize(), f"{_nats(measure, total)}{unit}")]
