@@ -75,7 +75,9 @@ def measure(of: Work) -> dict[str, Any]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m benchmarks.contrast", description=__doc__.split("\n")[0]).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.contrast", description=__doc__.split("\n")[0]
+    ).parse_args()
     torch.set_num_threads(1)
     found = measure(work("digits"))
     shares = found["share of flipped labels among the 20 most harmful"]
@@ -83,13 +85,23 @@ def main() -> None:
         f"flipped labels among the {TOP} most harmful of {found['queries']} misread digits",
         ("asked", "share", "±"),
         [(name, f"{row['mean']:.3f}", f"{row['stderr']:.3f}") for name, row in shares.items()]
-        + [("difference", f"{found['more by contrast']['mean']:.3f}", f"{found['more by contrast']['stderr']:.3f}")],
+        + [
+            (
+                "difference",
+                f"{found['more by contrast']['mean']:.3f}",
+                f"{found['more by contrast']['stderr']:.3f}",
+            )
+        ],
     )
     report(
         f"log-odds of the true label against the predicted, trained again ({SEEDS} seeds)",
         ("left out", "as foretold", "moved by"),
         [
-            (name, f"{row['as foretold']} of {row['of']}", " ".join(f"{value:+.2f}" for value in row["moved"]))
+            (
+                name,
+                f"{row['as foretold']} of {row['of']}",
+                " ".join(f"{value:+.2f}" for value in row["moved"]),
+            )
             for name, row in found["log-odds of true against said"].items()
         ],
     )

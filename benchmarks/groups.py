@@ -120,7 +120,11 @@ def main() -> None:
             ("", "value", "±"),
             [
                 (what, f"{next(iter(row[what].values())):.3f}", f"{row[what]['stderr']:.3f}")
-                for what in ("correlation over groups", "correlation of all", "slope, retrained over predicted")
+                for what in (
+                    "correlation over groups",
+                    "correlation of all",
+                    "slope, retrained over predicted",
+                )
             ],
         )
         save(f"groups_{name}", row)

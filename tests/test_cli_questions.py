@@ -22,16 +22,24 @@ PROMPT, SAID, OTHER = "The with statement", " is used to wrap", " is not there"
 
 def test_a_typed_question_with_its_contrast(place: Path, tmp_path: Path) -> None:
     job = [*training(place), "--prompt", PROMPT, "--completion", SAID, "--contrast", OTHER, *FAST]
-    printed = invoke("attribute", *job, "--run-dir", tmp_path / "run", "--groups", "id", "--by", "unit").stdout
+    printed = invoke(
+        "attribute", *job, "--run-dir", tmp_path / "run", "--groups", "id", "--by", "unit"
+    ).stdout
     assert "asked: why “is used to wrap” rather than “is not there”" in printed
     assert "most helpful per unit of gradient" in printed
-    assert "groups" in printed and NAMES[0] in printed
+    assert "groups" in printed
+    assert NAMES[0] in printed
     result = whence.load(tmp_path / "run")
     assert result.queries[0].contrast == OTHER
     assert result.groups().names[0] == NAMES[0]  # a document, of several passages
     assert int(result.groups().sizes[0]) > 1
     page = (tmp_path / "run" / "report.html").read_text()
-    for said in ("is not there", "Groups of training examples", "The same per unit of gradient", "Difference of log p"):
+    for said in (
+        "is not there",
+        "Groups of training examples",
+        "The same per unit of gradient",
+        "Difference of log p",
+    ):
         assert said in page
     again = json.loads(invoke("resume", tmp_path / "run", "--trust-run", "--json").stdout)
     assert again["queries"][0]["asked"].startswith("why")
@@ -51,7 +59,9 @@ def test_contrasts_groups_and_sums_from_a_file(place: Path, tmp_path: Path) -> N
     assert [exhibit.id for exhibit in result.queries] == ["a", "b"]
     assert result.settings["asked"] == "contrast, sum over terms, groups"
     found = json.loads(
-        invoke("validate", tmp_path / "run", "--trust-run", "--budget", "5s", "--points", "1", "--json", code=0).stdout
+        invoke(
+            "validate", tmp_path / "run", "--trust-run", "--budget", "5s", "--points", "1", "--json", code=0
+        ).stdout
     )
     assert found["verdict"] in ("trust", "cannot tell")
 
@@ -96,7 +106,8 @@ def test_the_other_completion_has_the_prompt_of_the_first() -> None:
     rows = RowList([{"prompt": PROMPT, "completion": SAID, "contrast": OTHER}, {"prompt": "a b", "completion": " c"}],
                    name="queries")  # fmt: skip
     found = language_queries(rows, byte_level(), LanguageModeling())
-    assert found.contrasts is not None and found.contrasts[1] is None
+    assert found.contrasts is not None
+    assert found.contrasts[1] is None
     first, other = found[0], found.contrasts[0]
     start = int((first["labels"] != -100).long().argmax())
     assert torch.equal(first["input_ids"][:start], other["input_ids"][:start])
@@ -108,7 +119,9 @@ def test_the_other_completion_has_the_prompt_of_the_first() -> None:
 def test_texts_and_chats_have_contrasts() -> None:
     from tiny_hf import CHAT
 
-    texts = language_queries(RowList([{"text": "a b c", "contrast": "a b d"}], name="q"), byte_level(), LanguageModeling())
+    texts = language_queries(
+        RowList([{"text": "a b c", "contrast": "a b d"}], name="q"), byte_level(), LanguageModeling()
+    )
     assert texts.contrasts is not None
     chatty: Any = byte_level()
     chatty.chat_template = CHAT
@@ -125,13 +138,16 @@ def test_columns_follow_the_passages() -> None:
     passages = Passages(RowList(rows, name="data"), byte_level(), max_length=5)
     found = passages.column("by")
     assert len(found) == len(passages)
-    assert found[0] == "me" and found[-2:] == ["you", None]
+    assert found[0] == "me"
+    assert found[-2:] == ["you", None]
     assert passages.column("id")[-1] == "data#3"
     with pytest.raises(DataError, match="no field 'source'"):
         passages.column("source")
 
 
 def test_an_unknown_label_to_compare_with_is_refused() -> None:
-    rows = RowList([{"text": "a", "label": "no"}, {"text": "b", "label": "yes", "contrast": "maybe"}], name="data")
+    rows = RowList(
+        [{"text": "a", "label": "no"}, {"text": "b", "label": "yes", "contrast": "maybe"}], name="data"
+    )
     with pytest.raises(DataError, match="maybe"):
         _ = ClassifiedTexts(rows, byte_level()).contrasts

@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import dense
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import mlp
 
+import dense
 import whence
 from whence import Classification, GaussNewton, LanguageModeling
 from whence.attribution import Attribution
 from whence.attribution.groups import Grouping, measure_norms
 from whence.errors import DataError, OptionError, RunDirectoryError
+from zoo import mlp
 
 GENERATOR = torch.Generator().manual_seed(0)
 DATA = [(torch.randn(6, generator=GENERATOR).double(), i % 4) for i in range(60)]
@@ -92,13 +92,16 @@ def test_lengths_of_groups_are_those_of_summed_gradients(model: nn.Module) -> No
 def test_the_certified_error_is_that_of_the_summed_gradient(model: nn.Module) -> None:
     result = ask(model, groups=NAMES, solver="cg", accuracy="certified")
     certificate, grouping = result.solve.certificate, result.grouping
-    assert certificate is not None and grouping is not None and grouping.norms is not None
+    assert certificate is not None
+    assert grouping is not None
+    assert grouping.norms is not None
     groups = result.groups()
     trace = result.solve.plan.spectrum.trace.value
     torch.testing.assert_close(groups.stderr, certificate.upper.unsqueeze(1) * grouping.norms / trace**0.5)
     # without them, the triangle inequality
     again = result.groups(NAMES)
-    assert bool((again.stderr > groups.stderr).all()) and bool((again.bounds > groups.bounds).all())
+    assert bool((again.stderr > groups.stderr).all())
+    assert bool((again.bounds > groups.bounds).all())
 
 
 def test_terms_weigh_in_groups_of_passages() -> None:
@@ -121,9 +124,11 @@ def test_rankings_tables_and_frames_of_groups(model: nn.Module, tmp_path: Path) 
     assert top[0].low < top[0].effect < top[0].high
     worst = result.top_groups(1, query=1, harmful=True)[0]
     assert worst.group == top[1].group
-    assert "removal" in str(top) and top[0].group in str(top)
+    assert "removal" in str(top)
+    assert top[0].group in str(top)
     frame = result.groups().to_pandas()
-    assert len(frame) == 6 and frame["effect"][0] >= frame["effect"][1]
+    assert len(frame) == 6
+    assert frame["effect"][0] >= frame["effect"][1]
     assert set(result.to_pandas()["group"].dropna()) == {"odd", "even"}
     result.save(tmp_path / "saved")
     assert str(whence.load(tmp_path / "saved").top_groups()) == str(result.top_groups())
@@ -193,7 +198,9 @@ def test_units_rank_by_the_score_over_the_gradients_length(model: nn.Module) -> 
             (float(result.scores[1, first.index]), float(result.interval()[1][1, first.index]))
         )
     frame = result.to_pandas()
-    assert frame["unit"].to_list() == pytest.approx((frame["score"] / result.norms[frame["index"]].numpy()).to_list())
+    assert frame["unit"].to_list() == pytest.approx(
+        (frame["score"] / result.norms[frame["index"]].numpy()).to_list()
+    )
 
 
 def test_units_need_lengths_which_can_be_asked_for(model: nn.Module) -> None:
@@ -204,7 +211,8 @@ def test_units_need_lengths_which_can_be_asked_for(model: nn.Module) -> None:
         result.top(1, by="size")
     known = ask(model, accuracy="quick", norms=True, method="gradients")
     other = ask(model, solver="cg", method="gradients")
-    assert known.norms is not None and other.norms is not None
+    assert known.norms is not None
+    assert other.norms is not None
     torch.testing.assert_close(known.norms, other.norms)
     assert known.top(1, by="unit")[0].unit is not None
     assert json.dumps(known.settings["norms"]) == "true"

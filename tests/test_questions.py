@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import dense
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import VOCABULARY, mlp, vectors
 
+import dense
 import whence
 from whence import (
     BinaryClassification,
@@ -27,6 +26,7 @@ from whence.errors import DataError, OptionError, RunDirectoryError
 from whence.tasks import Task
 from whence.validation import removal_effects
 from whence.validation.retraining import query_losses
+from zoo import VOCABULARY, mlp, vectors
 
 DATA = vectors(torch.float64)
 TASK = Classification()
@@ -122,10 +122,7 @@ def test_completions(what: str, reduce: str) -> None:
     found = flat(GaussNewton(model, task, sentences()).gradients(asked), model)[0]
     total = torch.mean if reduce == "mean" else torch.sum
     rows = spoken(model, PROMPT, SAID)
-    if what == "margin":
-        expected = total(odds_against(rows, SAID))
-    else:
-        expected = -total(rows[range(2), SAID])
+    expected = total(odds_against(rows, SAID)) if what == "margin" else -total(rows[range(2), SAID])
     if what == "contrast":
         expected = expected + total(spoken(model, PROMPT, OTHER)[range(3), OTHER])
     torch.testing.assert_close(found, gradient(model, expected), **EXACT)
@@ -157,10 +154,15 @@ def test_yes_or_no_and_numbers() -> None:
     binary = BinaryClassification(positive_weight=3.0)
     data = [(x, float(y % 2)) for x, y in DATA]
     gnh = GaussNewton(one, binary, data)
-    for asked, sign in ((Questions(data[:2], measure="margin"), 1), (Questions(data[:2], contrast=[1.0, 0.0]), 1)):
+    for asked, sign in (
+        (Questions(data[:2], measure="margin"), 1),
+        (Questions(data[:2], contrast=[1.0, 0.0]), 1),
+    ):
         found = flat(gnh.gradients(asked), one)
         for row, (x, y) in zip(found, data[:2], strict=True):
-            torch.testing.assert_close(row, sign * gradient(one, (1 - 2 * y) * one(x.unsqueeze(0)).sum()), **EXACT)
+            torch.testing.assert_close(
+                row, sign * gradient(one, (1 - 2 * y) * one(x.unsqueeze(0)).sum()), **EXACT
+            )
     numbers = [(x, torch.tensor(float(y)).double()) for x, y in DATA]
     gnh = GaussNewton(one, Regression(variance=0.5), numbers)
     found = flat(gnh.gradients(Questions(numbers[:1], contrast=[2.5])), one)[0]
@@ -205,7 +207,9 @@ def test_attributions_are_those_of_dense_matrices(asked: dict[str, Any]) -> None
     columns = flat(GaussNewton(model, TASK, DATA).gradients(questions), model)
     expected = exact_scores(model, columns, 0.05)
     assert float((result.scores - expected).norm() / expected.norm()) < 1e-3
-    torch.testing.assert_close(result.query_losses, query_losses(model, questions, TASK), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        result.query_losses, query_losses(model, questions, TASK), rtol=1e-6, atol=1e-9
+    )
     assert len(result.queries) == len(questions)
     same = whence.attribute(model, DATA, questions, task=TASK, damping=0.05, solver="cg", accuracy=0.9999999)
     assert torch.equal(same.scores, result.scores)
@@ -214,7 +218,13 @@ def test_attributions_are_those_of_dense_matrices(asked: dict[str, Any]) -> None
 def test_what_is_asked_is_said() -> None:
     model = classifier()
     result = whence.attribute(
-        model, DATA, DATA[:2], task=TASK, contrast=[3, None], class_names=["cat", "dog", "owl", "eel"], damping=0.1
+        model,
+        DATA,
+        DATA[:2],
+        task=TASK,
+        contrast=[3, None],
+        class_names=["cat", "dog", "owl", "eel"],
+        damping=0.1,
     )
     assert result.queries[0].asked == "why “cat” rather than “eel”"
     facts = dict(result.queries[0].facts)
@@ -226,7 +236,13 @@ def test_what_is_asked_is_said() -> None:
     assert "why “cat” rather than “eel”" in page
     assert "less inclined to “cat” rather than “eel”" in page
     groups = whence.attribute(
-        model, DATA, DATA[:4], task=TASK, contrast=[3, 0, None, None], query_groups=["a", "a", "b", "b"], damping=0.1
+        model,
+        DATA,
+        DATA[:4],
+        task=TASK,
+        contrast=[3, 0, None, None],
+        query_groups=["a", "a", "b", "b"],
+        damping=0.1,
     )
     told = [(exhibit.id, exhibit.asked, exhibit.facts[0][0]) for exhibit in groups.queries]
     assert told == [
@@ -239,12 +255,20 @@ def test_another_question_is_another_run(tmp_path: Any) -> None:
     model = classifier()
 
     def ask(**asked: Any) -> whence.Attribution:
-        return whence.attribute(model, DATA, DATA[:2], task=TASK, damping=0.1, run_dir=tmp_path / "run", **asked)
+        return whence.attribute(
+            model, DATA, DATA[:2], task=TASK, damping=0.1, run_dir=tmp_path / "run", **asked
+        )
 
     first = ask(contrast=[3, 3])
     assert torch.equal(ask(contrast=[3, 3]).scores, first.scores)
-    for other in ({}, {"contrast": [3, 2]}, {"contrast": [3, None]}, {"measure": "margin"}, {"reduce": "sum"}):
-        with pytest.raises(RunDirectoryError, match="asked|queries"):
+    for other in (
+        {},
+        {"contrast": [3, 2]},
+        {"contrast": [3, None]},
+        {"measure": "margin"},
+        {"reduce": "sum"},
+    ):
+        with pytest.raises(RunDirectoryError, match=r"asked|queries"):
             ask(**other)
 
 

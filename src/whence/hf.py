@@ -66,8 +66,8 @@ def attribute(
     Args:
         trainer: a `transformers.Trainer`, or one of TRL's that predicts tokens, after its training.
         queries: of a language model, ``{"prompt": …, "completion": …}``, ``{"messages": […]}`` or ``{"text": …}``; of
-            any model, rows like those of the trainer's data. A field ``contrast`` beside it holds another completion, or
-            another label: "why this rather than that?".
+            any model, rows like those of the trainer's data. A field ``contrast`` beside it holds another completion,
+            or another label: "why this rather than that?".
         train: rows to attribute to; by default the trainer's own data.
         task: what the model's outputs mean; by default read off its class.
         first: how many rows of a stream to read, which has no length and no positions.

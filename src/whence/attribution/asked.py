@@ -140,7 +140,9 @@ def _nats(measure: str, worth: float) -> str:
 
 def _answer(job: Job, position: int, query: int) -> str:
     """In words what the model might have said instead."""
-    made = exhibit_of(job.parts.examples[position], query, tokenizer=job.tokenizer, class_names=job.class_names)
+    made = exhibit_of(
+        job.parts.examples[position], query, tokenizer=job.tokenizer, class_names=job.class_names
+    )
     return _shown(made)
 
 

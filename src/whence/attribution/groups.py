@@ -1,15 +1,15 @@
 """`Groups`: what whole groups of training examples did, such as a source, an author or a label.
 
 Influence is additive: leaving out a group G changes a query's loss by about the sum of its examples' effects, which is
-the score of the group's summed gradient, ``Σ_{z ∈ G} w_z ∇ℓ(z)`` with ``w_z = z's terms / all terms``. So does its error
-follow (docs/math.md, "Groups of examples"); the errors of single examples are not independent of each other.
+the score of the group's summed gradient, ``Σ_{z ∈ G} w_z ∇ℓ(z)`` with ``w_z = z's terms / all terms``. Its error is that
+of this one score (docs/math.md, "Groups of examples"); the errors of single examples are not independent of each other.
 
 * Independent chains: each has its own sum, and their spread is the error.
-* A certificate: as of a single example, from the length of the summed gradient, ``b ‖Σ w_z ∇ℓ(z)‖ / √Tr(H)``. Where that
-  was not measured, ``Σ w_z ‖∇ℓ(z)‖`` bounds it.
-* An expected error: the errors σ of two of a group's scores are taken to be correlated by ρ = 0.1, so that of their sum
-  is ``(1 - ρ) Σσ² + ρ (Σσ)²``, squared. Independent errors would be too small by a factor of 3 for groups of a hundred
-  alike, the triangle inequality's are too large by as much: ``python -m benchmarks.groups`` measures how often it holds.
+* A certificate: as of a single example, from the length of the summed gradient, ``b ‖Σ w_z ∇ℓ(z)‖ / √Tr(H)``. Where
+  that was not measured, ``Σ w_z ‖∇ℓ(z)‖`` bounds it.
+* An expected error: the errors σ of two of a group's scores are taken to be correlated by ρ = 0.1, so that the square of
+  their sum's error is ``(1 - ρ) Σσ² + ρ (Σσ)²``. With independent errors it would be too small by a factor of 3 for
+  groups of a hundred alike, by the triangle inequality too large: ``python -m benchmarks.groups`` has how often it holds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Grouping:
             )
         listed = names.tolist() if hasattr(names, "tolist") else list(names)
         words = [None if name is None else str(name) for name in listed]
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(w for w in words if w is not None))}
+        numbers = {
+            name: number for number, name in enumerate(dict.fromkeys(w for w in words if w is not None))
+        }
         if not numbers:
             raise DataError("no example belongs to a group; name at least one")
         return Grouping(tuple(numbers), torch.tensor([-1 if w is None else numbers[w] for w in words]))
@@ -126,7 +128,9 @@ class GroupRow:
     high: float
     separated: bool
 
-    heading: ClassVar[str] = f"{'query':>5} {'rank':>4} {'examples':>8} {'removal':>12} {'interval':>23}  group"
+    heading: ClassVar[str] = (
+        f"{'query':>5} {'rank':>4} {'examples':>8} {'removal':>12} {'interval':>23}  group"
+    )
 
     def __str__(self) -> str:
         interval = f"[{self.low:.3g}, {self.high:.3g}]"
@@ -169,7 +173,10 @@ class Groups:
             if certificate is not None:
                 bounds = certificate.score_bound(norms)
         if single is not None and result.error_is_expected:
-            own, together = grouping.sums((share * single).square(), indices), grouping.sums(share * single, indices)
+            own, together = (
+                grouping.sums((share * single).square(), indices),
+                grouping.sums(share * single, indices),
+            )
             certified = torch.sqrt((1 - ALIKE) * own + ALIKE * together.square())
         elif single is not None and certificate is not None and norms is not None:
             certified = certificate.score_error(norms, result.solve.plan.spectrum.trace.value)
@@ -242,4 +249,3 @@ class Groups:
 
     def __str__(self) -> str:
         return str(self.top(min(len(self.names), 10)))
-

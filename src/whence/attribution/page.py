@@ -249,7 +249,13 @@ class _Question:
             answer = x.label if x.label is not None else x.text or "this"
             said = f"inclined to “{shorten(answer, WORDS)}” rather than “{shorten(x.contrast, WORDS)}”"
             return {"helpful": f"less {said}", "harmful": f"more {said}"}
-        of = "the label" if self.mistaken else "these, on average" if x.asked and not x.text and not x.image else "this"
+        of = (
+            "the label"
+            if self.mistaken
+            else "these, on average"
+            if x.asked and not x.text and not x.image
+            else "this"
+        )
         return {"helpful": f"less sure of {of}", "harmful": f"surer of {of}"}
 
     @property
@@ -266,7 +272,12 @@ class _Question:
     @property
     def items(self) -> list[Item]:
         """Everything in its lists."""
-        return [*self.helpful, *self.harmful, *self.baseline, *(i for end in self.units.values() for i in end)]
+        return [
+            *self.helpful,
+            *self.harmful,
+            *self.baseline,
+            *(i for end in self.units.values() for i in end),
+        ]
 
     @property
     def heading(self) -> str:

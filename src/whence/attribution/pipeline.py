@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from whence.attribution.asked import Asked, ask, check_unchanged
 from whence.attribution.budget import choose_way
@@ -90,8 +90,8 @@ def attribute(
         query_groups: for every query the name of its group: one question about the mean over each group.
         measure: "loss", or "margin" for the log-odds log(p / (1 - p)) of the label.
         reduce: "mean" over a query's terms (tokens), or "sum".
-        groups: for every training example the name of a group that it belongs to (None for none), or a field of the data
-            that says so: `Attribution.groups` has the effects of leaving out each.
+        groups: for every training example the name of a group that it belongs to (None for none), or a field of the
+            data that says so: `Attribution.groups` has the effects of leaving out each.
         candidates: score only these: positions, or a shortlist of `whence.sources.candidates`. The result says what was
             left out. The solve is about all of the data in any case.
         describe: what to show of an example: ``(example, index) -> Exhibit``. By default the data's own

@@ -100,7 +100,8 @@ class InputOptions:
         None, "A field of --queries: one question about the mean over each group that it names."
     )
     groups: str | None = option(
-        None, "A field of --train that names groups, such as a source ('id': a document): they are ranked, too."
+        None,
+        "A field of --train that names groups, such as a source ('id': a document): they are ranked, too.",
     )
     candidates: str | None = option(
         None, "Score only a shortlist: bm25:K or tfidf:K (the K nearest to each query), or a file of ids."

@@ -84,7 +84,9 @@ def show_result(result: Attribution, k: int, by: str = "score") -> None:
         if exhibit.asked:
             console.print(Text("asked: ", style="bold") + plain(exhibit.asked))
         facts = exhibit.facts or (("loss", f"{float(result.query_losses[q]):.3g} nats"),)
-        console.print(plain("; ".join(f"{name} {text}" for name, text in facts)) + Text(f"; solver {state}, {trust}"))
+        console.print(
+            plain("; ".join(f"{name} {text}" for name, text in facts)) + Text(f"; solver {state}, {trust}")
+        )
         for harmful, name in ((False, "most helpful"), (True, "most harmful")):
             rows = [r for r in result.top(k, query=q, harmful=harmful, by=by) if (r.score < 0) == harmful]
             if rows:

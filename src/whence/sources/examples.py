@@ -51,7 +51,9 @@ class Examples(ABC):
 
     def column(self, name: str) -> list[Any]:
         """What a field says of every example, such as its source; None where a row has none."""
-        raise DataError(f"{self.name} has no field {name!r} to tell groups by; read it from rows that have one")
+        raise DataError(
+            f"{self.name} has no field {name!r} to tell groups by; read it from rows that have one"
+        )
 
     def texts(self) -> Iterator[str | None]:
         """The texts of all examples in order, read as they are asked for; None where one has none."""
@@ -223,7 +225,7 @@ class LabelledRows(Examples):
 
     @property
     def contrasts(self) -> list[int | None] | None:
-        """As queries, the class that each is asked about instead, by its field ``contrast``; None without such fields."""
+        """As queries, the class that each is compared with, by its field ``contrast``; None without such fields."""
         named = [row.fields.get("contrast") for row in self._rows()]
         if all(value is None for value in named):
             return None

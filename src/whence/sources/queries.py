@@ -59,9 +59,7 @@ def language_queries(
     if not examples:
         raise nothing_left(records.name, len(records))
     compared = contrasts if any(contrast is not None for contrast in contrasts) else None
-    return ListedExamples(
-        examples, name=records.name, exhibits=exhibits, fields=fields, contrasts=compared
-    )
+    return ListedExamples(examples, name=records.name, exhibits=exhibits, fields=fields, contrasts=compared)
 
 
 def _query(

@@ -55,7 +55,7 @@ class Parts:
     count: int
 
     def worth(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """v of every example of a batch."""
+        """V of every example of a batch."""
         return self.task.query_losses(outputs, batch, measure=self.measure, reduce=self.reduce)
 
     def together(self, worth: Tensor) -> Tensor:
@@ -101,7 +101,9 @@ class Questions:
     def __post_init__(self) -> None:
         for name, values in (("measure", _MEASURES), ("reduce", _REDUCTIONS)):
             if getattr(self, name) not in values:
-                raise OptionError(f"{name} is {getattr(self, name)!r}; it must be {values[0]!r} or {values[1]!r}")
+                raise OptionError(
+                    f"{name} is {getattr(self, name)!r}; it must be {values[0]!r} or {values[1]!r}"
+                )
         for name, given in (("contrast", self.contrast), ("groups", self.groups)):
             if given is None:
                 continue
@@ -131,7 +133,9 @@ class Questions:
         """The queries as questions, if they are not yet; ``asked`` are the arguments that differ from the defaults."""
         if isinstance(queries, Questions):
             if asked:
-                raise OptionError(f"the queries are Questions, and say so themselves; leave out {', '.join(asked)}")
+                raise OptionError(
+                    f"the queries are Questions, and say so themselves; leave out {', '.join(asked)}"
+                )
             return queries
         for name, own in (("contrast", "contrasts"), ("groups", "groups")):
             if name not in asked and (found := getattr(queries, own, None)) is not None:
@@ -237,5 +241,7 @@ class Questions:
         except DataError as error:
             raise DataError(f"the contrast of query {position} cannot be used: {error}") from error
         if same:
-            raise DataError(f"the contrast of query {position} is what the query says itself; give another one")
+            raise DataError(
+                f"the contrast of query {position} is what the query says itself; give another one"
+            )
         return made

@@ -274,7 +274,9 @@ class _Job:
         parts = self.queries.parts(self.task)
         terms = TermSet(parts.examples, self.task, torch.device("cpu"))
         for position in (terms.counts() == 0).nonzero().flatten().tolist():
-            raise DataError(f"{parts.name(position)} holds no term: every label is ignored or masked. Leave it out")
+            raise DataError(
+                f"{parts.name(position)} holds no term: every label is ignored or masked. Leave it out"
+            )
         terms.look_through(len(terms))
 
     def config(self, name: str) -> dict[str, Any]:
