@@ -34,7 +34,7 @@ from whence.tasks import Batch, Task
 from whence.tasks.base import noise
 from whence.vectors import ParamVector
 
-__all__ = ["Ekfac", "KroneckerBlock", "ekfac"]
+__all__ = ["Ekfac", "KroneckerBlock", "basis_widths", "ekfac"]
 
 Curvature = Literal["auto", "exact", "sampled"]
 
@@ -44,6 +44,8 @@ _EXACT_OUTPUTS = 2
 _DRAWN_TERMS = 4096
 #: Sides up to this width always get a basis; wider ones where finding it costs less than a pass over the data.
 _NARROW = 2048
+#: Wider ones never do.
+_WIDEST = 16384
 #: Terms that bases are found from, for every column of the widest.
 _TERMS_PER_COLUMN = 32
 
@@ -189,7 +191,7 @@ def ekfac(
     examples: int | None = None,
     curvature: Curvature = "auto",
     samples: int | None = None,
-    widest: int = 16384,
+    widest: int = _WIDEST,
 ) -> Ekfac:
     """EK-FAC for ``H + λ``, from two passes over data: some of it for the bases, then all of it for E in them.
 
@@ -238,6 +240,13 @@ def _narrow_enough(gnh: GaussNewton, terms: int, widest: int) -> int:
     """The widest side that gets a basis: its eigenvectors take about 10·width³ operations, a pass 6 per number."""
     affordable = int((0.6 * terms * gnh.num_parameters) ** (1 / 3))
     return min(widest, max(_NARROW, affordable))
+
+
+def basis_widths(gnh: GaussNewton, terms: int) -> list[int]:
+    """Of every basis that is found from so many terms."""
+    widest = _narrow_enough(gnh, terms, _WIDEST)
+    sides = (side for matrix in matrices(gnh.network) for side in matrix.shape[matrix.looked_up :])
+    return [side for side in sides if 1 < side <= widest]
 
 
 class _Draws:
