@@ -325,7 +325,7 @@ class _Measured:
         self.matrices = matrices(gnh.network)
         metric = None if gnh.network.metric is None else gnh.network.opened(gnh.network.metric)
         self.scales = {matrix: _side_scales(matrix, metric) for matrix in self.matrices}
-        self.size = min(self.layers.at_once, gnh.micro_batch, draws.at_once)
+        self.size = min(gnh.micro_batch, draws.at_once)
 
     def factors(self, positions: Tensor) -> tuple[KroneckerBlock, ...]:
         """The blocks, from these examples."""
@@ -426,10 +426,11 @@ class _Measured:
         self, blocks: dict[Matrix, KroneckerBlock], positions: Tensor, tick: Callable[[], None]
     ) -> tuple[KroneckerBlock, ...]:
         for passed in self._passes(positions, tick):
-            for block in blocks.values():
-                turned = self._turned(block, passed)
-                if turned is not None:
-                    block.eigenvalues.add_(turned.square().sum(0))
+            for matrix, block in blocks.items():
+                for few in passed.of_few(matrix.names, block.eigenvalues.numel()):
+                    turned = self._turned(block, few)
+                    if turned is not None:
+                        block.eigenvalues.add_(turned.square().sum(0))
         # the sum over the examples becomes an unbiased mean over terms with TermSet's weight
         weight = self.gnh.terms.weight(len(positions))
         for matrix, block in blocks.items():
