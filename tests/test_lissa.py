@@ -153,8 +153,8 @@ def test_too_small_a_batch_is_answered_by_a_larger_one_aloud() -> None:
     assert "|B| = " in solution.stats.events[-1]
 
 
-@pytest.mark.parametrize(("escape", "kept"), [("batch", 2), ("step", 0)])
-def test_chains_that_are_done_are_kept_unless_the_step_was_too_long(escape: str, kept: int) -> None:
+@pytest.mark.parametrize("escape", ["batch", "step"])
+def test_chains_that_are_done_go_on_from_their_averages_unless_the_step_was_too_long(escape: str) -> None:
     A, g = counterexample(), right_hand_side(8)
     plan = exact_plan(A)
     system = Damped(A, DAMPING)
@@ -167,18 +167,22 @@ def test_chains_that_are_done_are_kept_unless_the_step_was_too_long(escape: str,
         state.plan = plan.replace(step_size=2.5 * plan.step_size)
     state.chain.iterate.copy_(g.clone().scale_(1e6 * float(state.radius.max())))
     back = 1 - 1 % solver._part(plan)
-    with pytest.warns(WhenceWarning, match=rf"Going on from step {back} .*{'' if kept else 'all chains anew'}"):
+    with pytest.warns(WhenceWarning, match=rf"Going on from step {back} .*{'anew' if escape == 'step' else ''}"):
         solver.step(system, g, state)
-    assert state.finished == done[:kept]
-    assert len(state.paths) == kept + 1
+    assert state.finished == []
+    assert state.halfway == (done if escape == "batch" else [])
+    assert len(state.paths) == 1
     assert state.chain is not None
-    assert state.chain.step == (back if kept else 0)
+    assert state.chain.step == (back if escape == "batch" else 0)
     _to_the_end(solver, system, g, state)
     solution = solver.finish(system, g, state)
     assert len(solution.chains) == plan.chains
+    assert {len(path) for path in state.paths} == {state.plan.num_steps}
     assert bool(solution.converged)
-    if kept:
-        assert state.products - products == 1 + (plan.chains - kept) * plan.num_steps - back
+    if escape == "batch":
+        tails = len(done) * len(solver.averaged(plan))
+        rest = (plan.chains - len(done)) * plan.num_steps - back
+        assert state.products - products == 1 + tails + rest
 
 
 @pytest.mark.parametrize("where", ["before the tail", "in the tail"])

@@ -12,7 +12,8 @@ it, at the cost of one vector; the last iterate, as in the paper, is available o
 (`Plan.preconditioned`).
 *Divergence.* ``‖u*‖ ≤ ‖g‖/λ``. A path that leaves this ball, or one that holds its start, too, by a factor is
 diverging, whatever the cause (`whence.solvers.divergence`). It goes back a part of its way, where its iterate was kept
-in the average's place, or to the average itself, and goes on with a larger batch; chains that are done stay.
+in the average's place, or to the average itself, and goes on with a larger batch. Chains that are done go through their
+tails again from their averages, as the smaller batch's noise is in these.
 
 Memory, in vectors of the parameters' size, for each right-hand side and beside the model: a step holds the right-hand
 side, the iterate and one average per chain begun; and one gradient when a batch does not fit in a single pass, or when
@@ -84,6 +85,7 @@ class LissaState:
         start: u⁰ of all chains, where it was given.
         chain: the one under way, or None between two.
         finished: averages of the chains that are done.
+        halfway: those of chains that were done with smaller batches, whose tails are to come again.
         paths: gᵀu along every chain so far, ``[steps][columns]`` each.
         products, terms: spent so far.
         events, operator: see `whence.solvers.base.State`.
@@ -96,6 +98,7 @@ class LissaState:
     start: ParamVector | None = None
     chain: Chain | None = None
     finished: list[ParamVector] = field(default_factory=list, metadata={"appended": True})
+    halfway: list[ParamVector] = field(default_factory=list)
     paths: list[list[list[float]]] = field(default_factory=list)
     products: int = 0
     terms: int = 0
@@ -187,7 +190,8 @@ class Lissa(Solver[LissaState]):
         """One step of the chain under way, or of the next; a path that diverges goes back, and on more cautiously."""
         if state.chain is None:
             state.chain = self._chain(A, rhs, state)
-            state.paths.append([])
+            here = state.chain.iterate.dot(rhs).reshape(-1).tolist() if state.chain.step else []
+            state.paths.append([here] * state.chain.step)
         chain, plan = state.chain, state.plan
         A_t = self.update(chain, A, rhs, plan)
         state.products += 1
@@ -272,9 +276,14 @@ class Lissa(Solver[LissaState]):
 
     def _chain(self, A: Damped, rhs: ParamVector, state: LissaState) -> Chain:
         """The next chain, with a random stream of its own."""
-        iterate = self._start(A, rhs, state)
+        seed, step = state.seeds[len(state.finished)] + len(state.events), 0
+        if state.halfway:
+            iterate = state.halfway.pop(0).clone()
+            step = self.averaged(state.plan).start - 1 if self.average == "tail" else 0
+        else:
+            iterate = self._start(A, rhs, state)
         average = iterate.zeros_like() if self.average == "tail" else iterate
-        return Chain(iterate, average, 0, torch.Generator().manual_seed(state.seeds[len(state.finished)]))
+        return Chain(iterate, average, step, torch.Generator().manual_seed(seed))
 
     def _start(self, A: Damped, rhs: ParamVector, state: LissaState) -> ParamVector:
         """``u⁰``: g/λ, ``P⁻¹g``, or as it was given."""
@@ -302,12 +311,14 @@ class Lissa(Solver[LissaState]):
         else:
             chain.iterate.copy_(self._start(A, rhs, state))
         chain.step = back
-        # A chain of smaller batches estimates the same thing, if less sharply; one of another step has another bias.
-        if plan.step_size != old.step_size:
-            # what the start left is smaller where the path goes on from: a whole path from there has less bias
-            state.finished, state.paths, chain.step = [], [[]], 0
+        anew = plan.step_size != old.step_size
+        # by another step all have another bias; of noise, smaller batches have more than an equal share in a mean
+        state.halfway = [] if anew else [*state.finished, *state.halfway]
+        state.finished, state.paths = [], [[] if anew else state.paths[-1]]
+        if anew:  # what the start left is smaller where the path goes on from: a whole path from there has less bias
+            chain.step = 0
         state.plan = plan
         settings = f"η = {plan.step_size:.3g}, |B| = {plan.batch_size:,}, T = {plan.num_steps:,}"
-        again = "" if plan.step_size == old.step_size else ", and all chains anew"
+        again = ", and all chains anew" if anew else ""
         state.events.append(f"{diverged.message} Going on from step {back} with {settings}{again}.")
         warnings.warn(state.events[-1], WhenceWarning, stacklevel=4)
