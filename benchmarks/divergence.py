@@ -85,9 +85,7 @@ def by_lissa(name: str, seed: int) -> dict[str, Any]:
         spectrum = estimate_spectrum(gnh, generator=torch.Generator().manual_seed(seed))
         plan = Plan.tuned(spectrum, plan.damping, num_terms=gnh.num_terms, refine=1.0)
     try:
-        found = Lissa(plan).solve(
-            Damped(gnh, plan.damping), g, generator=torch.Generator().manual_seed(seed)
-        )
+        found = Lissa(plan).solve(Damped(gnh, plan.damping), g, generator=torch.Generator().manual_seed(seed))
     except DivergenceError as error:
         return {"gave_up": True, "why": str(error)}
     row = {

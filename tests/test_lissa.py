@@ -167,7 +167,9 @@ def test_chains_that_are_done_go_on_from_their_averages_unless_the_step_was_too_
         state.plan = plan.replace(step_size=2.5 * plan.step_size)
     state.chain.iterate.copy_(g.clone().scale_(1e6 * float(state.radius.max())))
     back = 1 - 1 % solver._part(plan)
-    with pytest.warns(WhenceWarning, match=rf"Going on from step {back} .*{'anew' if escape == 'step' else ''}"):
+    with pytest.warns(
+        WhenceWarning, match=rf"Going on from step {back} .*{'anew' if escape == 'step' else ''}"
+    ):
         solver.step(system, g, state)
     assert state.finished == []
     assert state.halfway == (done if escape == "batch" else [])
@@ -191,7 +193,9 @@ def test_a_path_goes_back_to_the_last_place_that_was_kept(where: str) -> None:
     plan = exact_plan(A).replace(batch_size=20, num_steps=80)
     solver, system = Lissa(plan), Damped(A, DAMPING)
     state = solver.begin(system, g, generator=torch.Generator().manual_seed(0))
-    stop, back = (33, 30) if where == "before the tail" else (60, 40)  # the tail begins at step 41, parts are of 5
+    stop, back = (
+        (33, 30) if where == "before the tail" else (60, 40)
+    )  # the tail begins at step 41, parts are of 5
     iterates = []
     for _ in range(stop):
         solver.step(system, g, state)

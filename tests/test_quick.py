@@ -417,7 +417,9 @@ def test_what_has_no_layer_is_mixed_with_what_has() -> None:
     entry = gnh.zeros()
     entry["number"].fill_(1.0)
     own = next(block for block in factors.blocks if block.matrix.names == ("number",))
-    torch.testing.assert_close(own.eigenvalues.reshape(()), gnh.quadratic_form(entry).float(), rtol=0.3, atol=0)
+    torch.testing.assert_close(
+        own.eigenvalues.reshape(()), gnh.quadratic_form(entry).float(), rtol=0.3, atol=0
+    )
 
 
 def test_a_model_with_parameters_of_no_layer_has_its_quick_answer_and_goes_on_from_it(

@@ -117,18 +117,22 @@ def layer_products(
             return list(torch.autograd.grad(gnh.task.query_losses(leaf, batch).sum(), leaf))
 
     for passed in gnh.example_gradients().passes(batch, slopes):
-        for name, rows in directions.items():
+        for name, own in directions.items():
+            rows = network.whole(name, own)
             if not norms:
-                products = passed.products(name, network.scaled(name, rows))
+                products = passed.products(name, network.scaled_whole(name, rows))
                 if products is not None:
                     total.add_(products)
                 continue
             first, along = 0, rows.reshape(len(rows), -1)
+            scale = network.scaled_whole(
+                name, rows.new_ones(rows.shape[1:])
+            )  # once, since processes must meet for it
             for few in passed.of_few([name], along.shape[1]):
                 gradient = few.gradients(name)
                 if gradient is None:
                     break
-                flat = network.scaled(name, gradient).reshape(len(gradient), -1)
+                flat = (gradient * scale).reshape(len(gradient), -1)
                 columns = slice(first, first + len(flat))
                 total[:, columns] += along @ flat.T
                 squares[columns] += torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square_()

@@ -303,7 +303,9 @@ class Lissa(Solver[LissaState]):
         """From the last place that was kept, by a more cautious plan; from the start where there was none."""
         old, kept = state.plan, self.averaged(state.plan).start
         plan = answer(diverged, A, old, attempt=len(state.events), recover=self.recover)
-        back = min(chain.step - 1, kept - 1)  # in the tail, the average is as good a place as the path's before it
+        back = min(
+            chain.step - 1, kept - 1
+        )  # in the tail, the average is as good a place as the path's before it
         back = 0 if self.average == "last" else back if chain.step > kept else back - back % self._part(old)
         del state.paths[-1][back:]
         if back:
