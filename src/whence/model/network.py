@@ -232,7 +232,9 @@ class Network:
 
     def scaled_whole(self, name: str, tensor: Tensor) -> Tensor:
         """The same of all rows of a parameter's part."""
-        return tensor if self._scale is None else tensor * self.whole(name, self._scale[name]).to(tensor.dtype)
+        return (
+            tensor if self._scale is None else tensor * self.whole(name, self._scale[name]).to(tensor.dtype)
+        )
 
     def values(self) -> dict[str, Tensor]:
         """The selected parameters, in float32 at least; aliases of the model's own where these are."""
