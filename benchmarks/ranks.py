@@ -3,11 +3,11 @@
     python -m benchmarks.ranks [--kills 20] [--only WORK …]
 
 A small Llama, LoRA on it and an MLP are attributed by 1, 2 and 4 processes over gloo, in float64 and in float32, with
-the model whole on each and sharded over all: the largest difference of any score from one process's, relative to the
-largest score; the seconds of the call on the slowest process; and the peak memory, up to then, of the process with
-most (a program goes all ways, one after the other). Written to ``results/ranks_WORK.json``. Then runs with a directory lose
-a process to SIGKILL at a random moment, and are gone on with by another number of them (``results/ranks_killed.json``).
-Finite differences are gone through once more for themselves ("sharded differences").
+the model whole on each and sharded over all (by exact products, and once more by finite differences): the largest
+difference of any score from one process's, relative to the largest score; the seconds of the call on the slowest
+process; and the peak memory, up to then, of the process with most (a program goes all ways, one after the other).
+Written to ``results/ranks_WORK.json``. Then runs with a directory lose a process to SIGKILL at a random moment, and are
+gone on with by another number of them (``results/ranks_killed.json``).
 
 All processes share this machine's cores, so seconds say what sharing costs here, and nothing of many GPUs.
 """

@@ -297,7 +297,9 @@ class Mixed(nn.Module):
 
         super().__init__()
         self.words = nn.Embedding(11, 5, padding_idx=0)
-        self.blocks = nn.ModuleList([nn.Conv1d(5, 6, 3, padding=1), nn.Linear(6, 7), nn.LayerNorm(7), Conv1D(3, 7)])
+        self.blocks = nn.ModuleList(
+            [nn.Conv1d(5, 6, 3, padding=1), nn.Linear(6, 7), nn.LayerNorm(7), Conv1D(3, 7)]
+        )
         self.stack = nn.Parameter(torch.randn(2, 3, 3))
         self.bias = nn.Parameter(torch.randn(3))
 
@@ -370,7 +372,9 @@ CASES: dict[str, Callable[[], Found]] = {
     "sharded factors": lambda: sharded_factors(plain(), labelled(), Classification()),
     "sharded factors, mixed": lambda: sharded_factors(mixed(), spelled(), Classification()),
     "sharded factors, llama": lambda: sharded_factors(llama(), tokens(7), LanguageModeling(), "sampled"),
-    "sharded quick": lambda: attributed(sharded(plain()), labelled(), accuracy="quick", product="finite-difference"),
+    "sharded quick": lambda: attributed(
+        sharded(plain()), labelled(), accuracy="quick", product="finite-difference"
+    ),
     "sharded cg": lambda: sharded_attribution("cg"),
     "sharded lissa": lambda: sharded_attribution("lissa", damping=0.5),
     "refused": refused,

@@ -2,9 +2,9 @@
 
 Every process holds its rows of each parameter, and of every vector the same rows. A pass gathers one block's
 parameters at a time, and is made by all processes together, each over its share of the examples; the backward pass
-hands every process its rows of the gradient's mean over processes. Parameters cannot be swapped for others in there, so
-there are no dual numbers: tangents come from finite differences, for which each process moves its own rows in place,
-and puts them back as they were, bit for bit.
+hands every process its rows of the gradient's mean over processes. Parameters cannot be given to such a pass from
+outside. For exact tangents, a block's parameters become dual numbers when it has gathered them, in a pass without a
+graph; for finite differences, each process moves its own rows in place, and puts them back as they were, bit for bit.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class ShardedNetwork(Network):
                 own: Any = module._parameters[kind]
                 if not _is_parted(own) and forward_ad.unpack_dual(own).tangent is None:
                     dual = forward_ad.make_dual(own.detach(), tangents[name].to(own.dtype))
-                    module._parameters[kind] = dual  # type: ignore[assignment]  # no nn.Parameter can be dual
+                    module._parameters[kind] = dual
                     swapped.append((module, kind, own, dual))
 
         handles = [unit.register_forward_pre_hook(swap) for unit in self._places]

@@ -126,7 +126,9 @@ class Ekfac(Preconditioner):
     @property
     def largest(self) -> float:
         """‖P‖, its largest eigenvalue."""
-        tops = [block.eigenvalues.max() for block in self.blocks if block.eigenvalues.numel()]  # it may hold no rows
+        tops = [
+            block.eigenvalues.max() for block in self.blocks if block.eigenvalues.numel()
+        ]  # it may hold no rows
         top = torch.stack([*tops, self.blocks[0].eigenvalues.new_zeros(())]).max()
         return self.damping + self.scale * float(self._ranks.largest(top.double()))
 
@@ -295,9 +297,7 @@ def _root(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
 class _Measured:
     """Two passes over the data.
 
-    Of a model that every process holds whole, each sums over its share of the examples, and sums are added at the end.
-    Of a sharded model, where such sums would be as large as the whole of it, they are added after every micro-batch, and
-    each process keeps its rows.
+    Sums over the examples are `whence.preconditioners.sums`.
     """
 
     def __init__(self, gnh: GaussNewton, draws: _Draws, widest: int, generator: torch.Generator) -> None:
@@ -357,10 +357,14 @@ class _Measured:
                     add(matrix, 1, packed)
 
         def basis(matrix: Matrix, side: int) -> ParamVector | None:
-            moment = moments.pop((matrix, side), self._zeros(matrix).new_zeros(2 * matrix.shape[side : side + 1]))
+            moment = moments.pop(
+                (matrix, side), self._zeros(matrix).new_zeros(2 * matrix.shape[side : side + 1])
+            )
             found = None if moment is None else _eigenvectors(moment.whole()[""], matrix)
             # one basis for all: eigenvectors are not unique
-            return None if found is None or moment is None else of_one(ranks.same(found)).parted(moment.shards)
+            return (
+                None if found is None or moment is None else of_one(ranks.same(found)).parted(moment.shards)
+            )
 
         return {matrix: (basis(matrix, 0), basis(matrix, 1)) for matrix in self.matrices}
 
@@ -415,7 +419,9 @@ class _Measured:
                     f"gradients of {matrix.weight!r} are not finite, or too large for this precision; check the "
                     "model's parameters, or use float32 or float64"
                 )
-            found.append(KroneckerBlock.joined(matrix, left_basis, right_basis, total, self.gnh.network.ranks))
+            found.append(
+                KroneckerBlock.joined(matrix, left_basis, right_basis, total, self.gnh.network.ranks)
+            )
         return tuple(found)
 
     def _turned(
