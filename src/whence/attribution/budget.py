@@ -121,7 +121,7 @@ def choose_way(run: Run, job: Job) -> Way:
     def compute() -> Way:
         if job.own_solver is not None:
             return Way(False, True, None, "")
-        return way_for(job.gnh, len(job.queries), job.options)
+        return way_for(job.gnh, len(job.questions), job.options)
 
     return run.keep("way", Way, compute)
 
