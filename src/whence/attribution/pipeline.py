@@ -10,8 +10,9 @@ differences from the memory that was kept with the artifact before. Spectrum and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,8 @@ from whence.attribution.ranking import ends_of_rankings, top_is_separated
 from whence.attribution.result import Attribution, Solve, load
 from whence.attribution.scored import Scored
 from whence.attribution.scores import Scores, directions, score_parts, token_shares
-from whence.errors import DataError, ModelError
+from whence.attribution.several import Models, attribute_several
+from whence.errors import DataError, ModelError, OptionError
 from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
 from whence.model.selection import ParameterFilter
@@ -55,7 +57,7 @@ _ROUNDS = 8.0
 @one_at_a_time
 @failures_become_typed()
 def attribute(
-    model: nn.Module,
+    model: nn.Module | Models,
     train: Any,
     queries: Any,
     *,
@@ -74,7 +76,9 @@ def attribute(
     """Which training examples made the model say this, and how sure are we?
 
     Args:
-        model: any module in evaluation mode; it is not modified.
+        model: any module in evaluation mode; it is not modified. Or several checkpoints, other seeds or points of one
+            training: a list of modules or of functions that make them, or such by name. Scores are then the means of
+            theirs, with the spread between them in every error (docs/checkpoints.md).
         train: its training data, a map-style data set of ``(x, y)`` or dicts with ``input_ids``. Read as it is
             needed, never held in memory.
         queries: examples whose loss is to be explained: a sequence like the training data, such as
@@ -89,6 +93,7 @@ def attribute(
         class_names: labels in words on the page.
         training: how the model was trained, which tells how much damping is right: the optimizer after training, its
             ``state_dict()``, a checkpoint of `transformers.Trainer`, or numbers; see `whence.training.Training.read`.
+            Of several checkpoints a list, with one for each.
         run_dir: a directory that makes the run resumable: the same call goes on where it was interrupted, and
             ends in the same numbers.
         on_run: called with the run once its directory is open, to keep something there.
@@ -113,6 +118,26 @@ def attribute(
     chosen = chosen_options(Options, options, given)
     check_own_solver(own, chosen)
     place = None if run_dir is None else given_path(run_dir, "run_dir")
+    if isinstance(model, (list, tuple, Mapping)):
+        if own is not None and own.made_for() is not None:
+            raise OptionError("the solver’s plan is of one model; leave it to each checkpoint to find its own")
+        each = partial(
+            attribute,
+            train=train,
+            queries=queries,
+            task=task,
+            params=params,
+            candidates=candidates,
+            describe=describe,
+            tokenizer=tokenizer,
+            class_names=class_names,
+            options=chosen,
+            **({} if own is None else {"solver": own}),
+        )
+        show = describer(train, describe, tokenizer, class_names)
+        return attribute_several(
+            each, model, training, options=chosen, place=place, on_run=on_run, show=show
+        )
     gnh = GaussNewton(
         model,
         task,

@@ -32,6 +32,8 @@ class Row:
         effect, effect_low, effect_high: nats by which the query's loss would change without this example.
         separated: whether the next rank is lower beyond the errors.
         dot_product, dot_product_rank: what the plain gradient dot product says; None if not computed.
+        solver_stderr, checkpoint_stderr: the two parts of the score's standard error, of several checkpoints; else None.
+        another_low, another_high: where the score of one more checkpoint should lie, at the same confidence; else None.
     """
 
     query: int
@@ -46,6 +48,10 @@ class Row:
     separated: bool
     dot_product: float | None = None
     dot_product_rank: int | None = None
+    solver_stderr: float | None = None
+    checkpoint_stderr: float | None = None
+    another_low: float | None = None
+    another_high: float | None = None
 
 
 class Ranking(Sequence[Row]):
@@ -54,24 +60,26 @@ class Ranking(Sequence[Row]):
     Args:
         rows: in their order.
         doubts: about the result that they are of.
+        errors: which error dominates, in words, of several checkpoints.
     """
 
-    def __init__(self, rows: Sequence[Row], doubts: Sequence[str] = ()) -> None:
-        self._rows, self.doubts = tuple(rows), tuple(doubts)
+    def __init__(self, rows: Sequence[Row], doubts: Sequence[str] = (), errors: str = "") -> None:
+        self._rows, self.doubts, self.errors = tuple(rows), tuple(doubts), errors
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
     @overload
     def __getitem__(self, index: slice) -> Ranking: ...
     def __getitem__(self, index: int | slice) -> Row | Ranking:
-        return Ranking(self._rows[index], self.doubts) if isinstance(index, slice) else self._rows[index]
+        found = self._rows[index]
+        return Ranking(found, self.doubts, self.errors) if isinstance(found, tuple) else found
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def of_query(self, query: int) -> Ranking:
         """The rows of one query."""
-        return Ranking([row for row in self._rows if row.query == query], self.doubts)
+        return Ranking([row for row in self._rows if row.query == query], self.doubts, self.errors)
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with a column for every attribute of `Row`; doubts are its ``attrs["doubts"]``."""
@@ -81,15 +89,21 @@ class Ranking(Sequence[Row]):
         return frame
 
     def __str__(self) -> str:
-        lines = [f"{'query':>5} {'rank':>4} {'index':>8} {'score':>10} {'interval':>23} {'removal':>12}"]
+        several = any(row.another_low is not None for row in self._rows)
+        another = f" {'another checkpoint':>23}" if several else ""
+        head = f"{'query':>5} {'rank':>4} {'index':>8} {'score':>10} {'interval':>23}{another} {'removal':>12}"
+        lines = [head]
         for row in self._rows:
             interval = f"[{row.low:.4g}, {row.high:.4g}]"
+            if several:
+                another = f" {f'[{row.another_low:.4g}, {row.another_high:.4g}]':>23}"
             tie = "" if row.separated else "  ≈ next"
             lines.append(
-                f"{row.query:>5} {row.rank:>4} {row.index:>8} {row.score:>10.4g} {interval:>23} "
+                f"{row.query:>5} {row.rank:>4} {row.index:>8} {row.score:>10.4g} {interval:>23}{another} "
                 f"{row.effect:>+8.2g} nat{tie}"
             )
-        return "\n".join([*lines, *(f"note: {doubt}" for doubt in self.doubts)])
+        notes = [*filter(None, [self.errors]), *(f"note: {doubt}" for doubt in self.doubts)]
+        return "\n".join([*lines, *notes])
 
     __repr__ = __str__
 
