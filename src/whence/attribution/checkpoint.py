@@ -17,12 +17,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from whence.attribution.result import Attribution
 
-__all__ = ["Checkpoint", "dominant_error", "root_mean_square"]
+__all__ = ["Checkpoint", "correlation", "dominant_error"]
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Checkpoint:
     doubts: tuple[str, ...] = ()
 
 
-def root_mean_square(of: Tensor) -> float:
-    """Over everything that is known."""
+def _root_mean_square(of: Tensor) -> float:
+    """Of everything that is known."""
     return math.sqrt(float(of.double().nan_to_num(0.0).square().mean()))
 
 
@@ -62,8 +63,8 @@ def dominant_error(result: Attribution) -> str:
     scored, count = result.scored, len(result.checkpoints)
     if not count:
         return ""
-    size = max(root_mean_square(scored.mean), 1e-300)
-    solver, between = (root_mean_square(part) / size for part in (scored.systematic, scored.sampling))
+    size = max(_root_mean_square(scored.mean), 1e-300)
+    solver, between = (_root_mean_square(part) / size for part in (scored.systematic, scored.sampling))
     if max(solver, between) == 0:
         return f"The {count} checkpoints have the same scores, and the solver’s error is zero."
     larger, remedy = "solver’s error", "a higher accuracy would narrow the intervals, more checkpoints hardly"
@@ -76,3 +77,12 @@ def dominant_error(result: Attribution) -> str:
         f"The {larger} dominates: of the size of the scores, in root mean square, their mean is uncertain by "
         f"{between:.2g} between checkpoints and by {solver:.2g} from the solver; {remedy}."
     )
+
+
+def correlation(a: Tensor, b: Tensor) -> Tensor:
+    """Of two lists of scores, over the last dimension."""
+    if a.shape[-1] < 2:
+        return torch.ones(a.shape[:-1], dtype=a.dtype)
+    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+    result: Tensor = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)).clamp_min(1e-300)
+    return result

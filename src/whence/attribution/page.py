@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from whence.attribution.checkpoint import correlation
 from whence.attribution.ranking import Row
 from whence.errors import OptionError
 from whence.exhibit import Exhibit
@@ -42,7 +43,9 @@ def render(result: Attribution) -> str:
     questions = [_Question(result, q, agreement) for q, agreement in enumerate(result.agreement.tolist())]
     estimates = {name: getattr(spectrum, name) for name in _ESTIMATES}
     plan: dict[str, float | int]
-    if solve.solver == "ekfac":
+    if result.checkpoints:  # each has its own
+        estimates, plan = {}, {}
+    elif solve.solver == "ekfac":
         estimates = {name: estimates[name] for name in ("trace", "lambda_max")}
         plan = {"damping": solve.plan.damping}
     elif solve.certificate is None:
@@ -63,7 +66,8 @@ def render(result: Attribution) -> str:
         versions=result.versions,
         seconds=result.seconds,
     )
-    eigenvalues = None if spectrum.eigenvalues is None else spectrum.eigenvalues.numpy()
+    known = None if result.checkpoints else spectrum.eigenvalues
+    eigenvalues = None if known is None else known.numpy()
     return document(
         "page.html.j2",
         page,
@@ -78,6 +82,8 @@ def render(result: Attribution) -> str:
         term="example" if result.num_terms == result.num_examples else "token",
         eigenvalues=figures.eigenvalues(eigenvalues, solve.plan.damping),
         damping=_Damping(result),
+        checkpoints=_checkpoints(result),
+        dominant_error=result.dominant_error,
         validation=validation,
         agreement=None if validation is None else figures.agreement(validation.comparisons),
         check_numbers=_check_numbers,
@@ -113,6 +119,24 @@ def checked_file(path: str | Path, example: str) -> Path:
     if target.is_dir():
         raise OptionError(f"{target} is a directory; give the file's name too, such as {target / example}")
     return target
+
+
+def _checkpoints(result: Attribution) -> list[dict[str, object]]:
+    """What the page says of each checkpoint: its solve, and how much its scores are like those of all."""
+    mean, found = result.scored.mean, []
+    for each, scores in zip(result.checkpoints, result.chain_scores, strict=False):
+        found.append(
+            {
+                "name": each.name,
+                "solver": each.solver,
+                "damping": each.damping,
+                "converged": int(each.converged.sum()),
+                "residual": float(each.residual.max()),
+                "loss": float(each.losses.mean()),
+                "correlation": float(correlation(scores, mean).mean()),
+            }
+        )
+    return found
 
 
 class _Damping:
@@ -173,7 +197,7 @@ class _Question:
             self.proven = float(certificate.upper[q]) / max(float(solve.score_rms[q]), 1e-300)
         self.expected = None if parts.expected is None else float(parts.expected[q])
         self.parts = None
-        if certificate is None and solve.solver != "ekfac":
+        if certificate is None and solve.solver != "ekfac" and not result.checkpoints:
             self.parts = float(parts.bias[q]), float(parts.sampling[q])
         tail, unit = (TAIL, "step") if certificate is None else (0.0, "iteration")
         self.paths = figures.chain_paths(solve.paths[:, :, q].numpy(), tail, unit=unit)
@@ -263,6 +287,9 @@ def _item(result: Attribution, row: Row, scale: Linear, *, by_baseline: bool = F
     score, ends = interval(row.score, row.low, row.high)
     effect, effect_ends = interval(row.effect, row.effect_low, row.effect_high)
     lines = [("If removed", f"{effect} nats", f"between {effect_ends} nats")]
+    if row.another_low is not None and row.another_high is not None:
+        _, another = interval(row.score, row.another_low, row.another_high)
+        lines.append(("One more checkpoint", another, "where its score should lie, with the same confidence"))
     if by_baseline and math.isfinite(row.score):
         lines.append(("Influence", f"rank {count(row.rank)} of {count(len(result.indices))}", ""))
     if row.dot_product is not None and row.dot_product_rank is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.attribution.checkpoint import Checkpoint, dominant_error
+from whence.attribution.checkpoint import Checkpoint, correlation, dominant_error
 from whence.attribution.doubts import doubts
 from whence.attribution.over_damping import OverDamping
 from whence.attribution.page import render, write_page
@@ -293,7 +293,7 @@ class Attribution:
         if len(self.chain_scores) < 2:
             return torch.full((self.chain_scores.shape[1],), math.nan, dtype=torch.float64)
         chains = self.chain_scores
-        pairs = [_correlation(chains[i], chains[j]) for i in range(len(chains)) for j in range(i)]
+        pairs = [correlation(chains[i], chains[j]) for i in range(len(chains)) for j in range(i)]
         return torch.stack(pairs).mean(0)
 
     def influence_similarity(self) -> tuple[Tensor, Tensor]:
@@ -468,14 +468,6 @@ class Attribution:
         result = torch.full((scored.shape[0], self.num_examples), math.nan, dtype=scored.dtype)
         result[:, self.indices] = scored
         return result
-
-
-def _correlation(a: Tensor, b: Tensor) -> Tensor:
-    if a.shape[-1] < 2:
-        return torch.ones(a.shape[:-1], dtype=a.dtype)
-    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
-    result: Tensor = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)).clamp_min(1e-300)
-    return result
 
 
 def load(directory: str | Path) -> Attribution:
