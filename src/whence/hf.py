@@ -17,7 +17,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -64,7 +64,8 @@ def attribute(
     """Which of a trainer's examples made its model say this; see `whence.attribute`.
 
     Args:
-        trainer: a `transformers.Trainer`, or one of TRL's that predicts tokens, after its training.
+        trainer: a `transformers.Trainer`, or one of TRL's that predicts tokens, after its training. Or a list of them,
+            which differ in their seeds: then their scores are averaged, and the rest is the first one's.
         queries: of a language model, ``{"prompt": …, "completion": …}``, ``{"messages": […]}`` or ``{"text": …}``; of
             any model, rows like those of the trainer's data.
         train: rows to attribute to; by default the trainer's own data.
@@ -75,18 +76,26 @@ def attribute(
     Raises:
         ModelError: the trainer's loss is not the task's.
     """
-    model = trainer.model
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"the trainer's model is a {type(model).__name__}; give a trainer that holds one")
+    trainers = list(trainer) if isinstance(trainer, (list, tuple)) else [trainer]
+    if not trainers:
+        raise OptionError("there are no trainers in the list; give at least one")
+    models = [each.model for each in trainers]
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"the trainer's model is a {type(model).__name__}; give a trainer that holds one")
+    several, trainer, model = isinstance(trainer, (list, tuple)), trainers[0], models[0]
     tokenizer = getattr(trainer, "processing_class", None)
     chosen = (_preference(trainer) or task_of(model)) if task is None else task
     collated = Pairs if isinstance(chosen, Preference) else Collated
     rows = collated(_rows(trainer.train_dataset if train is None else train, first), trainer)
-    with _evaluating(model):
-        _check_loss(trainer, model, chosen, rows)
-        given.setdefault("training", _recipe(trainer, model))
+    with ExitStack() as evaluating:
+        for each, own in zip(trainers, models, strict=True):
+            evaluating.enter_context(_evaluating(own))
+            _check_loss(each, own, chosen, rows)
+        recipes = [_recipe(each, own) for each, own in zip(trainers, models, strict=True)]
+        given.setdefault("training", recipes if several else recipes[0])
         return attribute_model(
-            model,
+            models if several else model,
             rows,
             _asked(queries, trainer, chosen, tokenizer),
             task=chosen,

@@ -289,7 +289,7 @@ def _item(result: Attribution, row: Row, scale: Linear, *, by_baseline: bool = F
     lines = [("If removed", f"{effect} nats", f"between {effect_ends} nats")]
     if row.another_low is not None and row.another_high is not None:
         _, another = interval(row.score, row.another_low, row.another_high)
-        lines.append(("One more checkpoint", another, "where its score should lie, with the same confidence"))
+        lines.append(("Another model", another, "Where the score of one more checkpoint should lie"))
     if by_baseline and math.isfinite(row.score):
         lines.append(("Influence", f"rank {count(row.rank)} of {count(len(result.indices))}", ""))
     if row.dot_product is not None and row.dot_product_rank is not None:
