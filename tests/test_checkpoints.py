@@ -250,7 +250,7 @@ def test_a_run_stopped_at_any_file_operation_ends_in_the_same_bits(
     truth = attribute(named(0, 1), run_dir=tmp_path / "whole", **options)
     total = failing.count
     assert total > 60
-    for limit in (1, 3, *range(total // 7, total - 20, total // 6), *range(total - 14, total - 2, 3)):
+    for limit in (2, *range(total // 6, total - 20, total // 4), *range(total - 12, total - 2, 4)):
         path = tmp_path / str(limit)
         failing.count, failing.limit = 0, limit
         with pytest.raises(Killed):

@@ -298,6 +298,8 @@ def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, t
     def keep(run: Run) -> None:
         if not run.has("result"):  # which nothing is left to repeat of
             run.keep("command", Command, lambda: command)
+        if run.has("command") and run.keep("command", Command, lambda: command).models != command.models:
+            run.put("command", Command, command)  # of several checkpoints, others than before
 
     inputs = Inputs(command.inputs, command.more)
     page = _beside(report, run_dir, "report.html")

@@ -143,6 +143,11 @@ class Command:
     options: Options
     more: tuple[str, ...] = ()
 
+    @property
+    def models(self) -> set[str]:
+        """The names of all."""
+        return {self.inputs.model, *self.more}
+
     @classmethod
     def of_run(cls, run_dir: Path, *, trusted: bool, otherwise: str) -> Command:
         """The command that a run directory says it was begun with.
@@ -160,7 +165,7 @@ class Command:
         command = read(run_dir, "command", cls)
         if not trusted:
             said = [(name, getattr(command.inputs, name)) for name in _LOADED]
-            said.insert(1, ("more models", list(command.more)))
+            said[1:1] = [("model", name) for name in command.more]
             named = ", ".join(f"{name} {value!r:.100}" for name, value in said if value)
             raise RunDirectoryError(
                 f"{run_dir} says what to load ({named}), and loading it can run code. If the run is your own, or of "
