@@ -1,4 +1,4 @@
-"""Several checkpoints: agreement with retraining of the mean over 1, 2, 4 and 8 of them, and what their spread foretells.
+"""Several checkpoints: agreement with retraining of the mean over 1, 2, 4 and 8, and what their spread foretells.
 
     python -m benchmarks.checkpoints [NAME …]      measures what is missing, then shows the tables
 
@@ -27,8 +27,9 @@ from torch import Tensor
 from benchmarks.timing import RESULTS, environment, report
 from benchmarks.truth import SCRATCH, truth
 from benchmarks.works import WORKS, Work, work
-from whence import Attribution, attribute
+from whence import Attribution, attribute, load
 from whence.attribution.several import joined
+from whence.runs import holds
 from whence.validation.datamodeling import Bench
 
 FILE, RUNS = RESULTS / "checkpoints.json", SCRATCH.parent / "checkpoints"
@@ -39,19 +40,20 @@ CONFIDENCE, LARGEST = 0.9, 20
 
 
 def attributed(of: Work, seed: int, part: float = 1.0) -> Attribution:
-    """The scores of a model of this seed after a part of its epochs."""
+    """The scores of a model of this seed after a part of its epochs, as kept."""
     train, epochs = of.train_set(), max(1, round(part * of.epochs))
+    place = RUNS / of.name / f"{seed}-{epochs}"
+    if holds(place, "result"):
+        return load(place)
     model = replace(of, epochs=epochs).fit(range(len(train)), seed).model
-    return attribute(
-        model, train, of.asked(), task=of.task, baseline=False, run_dir=RUNS / of.name / f"{seed}-{epochs}"
-    )
+    return attribute(model, train, of.asked(), task=of.task, baseline=False, run_dir=place)
 
 
 def measure(of: Work) -> dict[str, Any]:
     begun = process_time()
     singles = {str(seed): attributed(of, seed) for seed in SEEDS}
     seconds = (process_time() - begun) / len(singles)
-    bench = Bench(truth(of), 0.95, 200, torch.Generator().manual_seed(0))
+    bench = bench_of(of)
     found: dict[str, Any] = {"about": of.about, "cpu_seconds_of_each": seconds, "seeds": list(SEEDS)}
     correlations: dict[int, tuple[Tensor, Tensor]] = {}
     for size in SIZES:
@@ -74,9 +76,11 @@ def measure(of: Work) -> dict[str, Any]:
     found["agreement"] = float(joined(singles).agreement.mean())
     found["coverage"] = coverage(singles)
     found["larger error"] = joined(dict(list(singles.items())[:4])).dominant_error
-    if not of.cosine:
-        found["points"] = [points(of, seed, bench) for seed in OF_POINTS]
     return found
+
+
+def bench_of(of: Work) -> Bench:
+    return Bench(truth(of), 0.95, 200, torch.Generator().manual_seed(0))
 
 
 def mean_of(results: dict[str, Attribution], chosen: Sequence[str]) -> Tensor:
@@ -106,10 +110,10 @@ def coverage(singles: dict[str, Attribution]) -> dict[str, Any]:
 
 
 def points(of: Work, seed: int, bench: Bench) -> dict[str, Any]:
-    """The LDS of the last point of one training, and of the mean over points."""
+    """The LDS of every point of one training, and of the mean over them."""
     along = {str(part): attributed(of, seed, part) for part in POINTS}
-    last, mean = (float(bench.correlations(each.scores)[0].nanmean()) for each in (along["1.0"], joined(along)))
-    return {"seed": seed, "last": last, "mean": mean, "agreement": float(joined(along).agreement.mean())}
+    *each, mean = (float(bench.correlations(r.scores)[0].nanmean()) for r in (*along.values(), joined(along)))
+    return {"seed": seed, "each": each, "mean": mean, "agreement": float(joined(along).agreement.mean())}
 
 
 def show(found: dict[str, Any]) -> None:
@@ -147,10 +151,16 @@ def show(found: dict[str, Any]) -> None:
         ],
     )
     report(
-        "Points of one training: LDS of the last, and of the mean over four",
+        "Points of one training: LDS of the worst, of the best, of the last, and of the mean over four",
         ("", *(f"seed {seed}" for seed in OF_POINTS)),
         [
-            (name, *(f"{each['last']:.3f} → {each['mean']:.3f}" for each in row["points"]))
+            (
+                name,
+                *(
+                    f"{min(p['each']):.3f} {max(p['each']):.3f} {p['each'][-1]:.3f} → {p['mean']:.3f}"
+                    for p in row["points"]
+                ),
+            )
             for name, row in rows
             if "points" in row
         ],
@@ -158,16 +168,23 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.checkpoints", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(WORKS)}; {', '.join(NAMES)}")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {"environment": environment()}
     for name in options.names or NAMES:
+        of = work(name)
         if name not in found:
-            found[name] = measure(work(name))
+            found[name] = measure(of)
             FILE.write_text(json.dumps(found, indent=1) + "\n")
             print(f"{name} written", flush=True)
+        if not of.cosine and "points" not in found[name]:
+            found[name]["points"] = [points(of, seed, bench_of(of)) for seed in OF_POINTS]
+            FILE.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"{name}: points written", flush=True)
     show(found)
 
 

@@ -164,14 +164,19 @@ def test_the_larger_error_is_named() -> None:
     near = [checkpoint(0), checkpoint(0)]
     with torch.no_grad():
         next(near[1].parameters()).mul_(1 + 1e-9)
-    assert attribute(near, solver="cg", accuracy=0.8).dominant_error.startswith("The solver’s error dominates")
+    assert attribute(near, solver="cg", accuracy=0.8).dominant_error.startswith(
+        "The solver’s error dominates"
+    )
     assert attribute(models[0]).dominant_error == ""
 
 
 def test_until_is_told_for_the_mean_with_both_errors() -> None:
     models = [checkpoint(seed) for seed in range(2)]
     result = attribute(models, solver="cg", until="top-3 stable", budget=50.0)
-    assert "By the mean over 2 checkpoints, with both of its errors, the 3 most helpful" in result.solve.events[-1]
+    assert (
+        "By the mean over 2 checkpoints, with both of its errors, the 3 most helpful"
+        in result.solve.events[-1]
+    )
     assert "for 0 of 2 queries" in result.solve.events[-1]  # two checkpoints tell little
     again = attribute([models[0]], solver="cg", until="top-3 stable", budget=50.0)
     assert "of all 2 queries" in again.solve.events[-1]
@@ -341,7 +346,7 @@ def test_another_question_in_the_same_directory_is_refused_before_the_work(tmp_p
         ]
         assert not holds(new, "spectrum")
         shutil.rmtree(new)
-    with pytest.raises(RunDirectoryError, match="damping: 0.05 there, 0.1 now"):
+    with pytest.raises(RunDirectoryError, match=r"damping: 0\.05 there, 0\.1 now"):
         attribute(named(0, 1), run_dir=tmp_path / "run", damping=0.1)
     attribute(checkpoint(0), run_dir=tmp_path / "single")
     with pytest.raises(RunDirectoryError, match="another configuration"):

@@ -348,7 +348,7 @@ def test_points_of_one_training_are_averaged(tmp_path: Path, adapter: bool) -> N
     assert not torch.allclose(parts[str(places[0])], last.scores, rtol=1e-2)
     words = {each.name: each.damping_words for each in result.checkpoints}
     assert len(set(words.values())) == 2  # each with a recipe of its own
-    with pytest.raises(ModelError, match="weights in .* cannot be loaded"):
+    with pytest.raises(ModelError, match=r"weights in .* cannot be loaded"):
         hf.attribute(trainer, QUERY, checkpoints=[places[0], tmp_path])
     with pytest.raises(OptionError, match="a list of directories"):
         hf.attribute(trainer, QUERY, checkpoints=str(places[0]))

@@ -74,9 +74,9 @@ def attribute(
         train: rows to attribute to; by default the trainer's own data.
         task: what the model's outputs mean; by default read off its class.
         first: how many rows of a stream to read, which has no length and no positions.
-        checkpoints: directories that the trainer saved on its way, such as ``out/checkpoint-500``: scores are then means
-            over the models in them, with the recipe of each. They are loaded into the trainer's model, one after the other,
-            which has its own weights again afterwards.
+        checkpoints: directories that the trainer saved on its way, such as ``out/checkpoint-500``: scores are then
+            means over the models in them, with the recipe of each. They are loaded into the trainer's model, one
+            after the other, which has its own weights again afterwards.
         **given: what `whence.attribute` takes beside: ``params``, ``accuracy``, ``run_dir`` and so on.
 
     Raises:
@@ -88,7 +88,9 @@ def attribute(
     models = [each.model for each in trainers]
     for model in models:
         if not isinstance(model, nn.Module):
-            raise ModelError(f"the trainer's model is a {type(model).__name__}; give a trainer that holds one")
+            raise ModelError(
+                f"the trainer's model is a {type(model).__name__}; give a trainer that holds one"
+            )
     if isinstance(checkpoints, (str, Path)) or (checkpoints and len(trainers) > 1):
         raise OptionError("checkpoints must be a list of directories, and of one trainer")
     several, trainer, model = isinstance(trainer, (list, tuple)), trainers[0], models[0]
@@ -367,7 +369,9 @@ def _at(model: nn.Module, directory: Path) -> nn.Module:
             "this trainer saved"
         ) from error
     if told is not None and told.unexpected_keys:
-        raise ModelError(f"{directory} has weights of another model: {told.unexpected_keys[0]!r} is not in it")
+        raise ModelError(
+            f"{directory} has weights of another model: {told.unexpected_keys[0]!r} is not in it"
+        )
     return model
 
 

@@ -120,7 +120,9 @@ def attribute(
     place = None if run_dir is None else given_path(run_dir, "run_dir")
     if isinstance(model, (list, tuple, Mapping)):
         if own is not None and own.made_for() is not None:
-            raise OptionError("the solver’s plan is of one model; leave it to each checkpoint to find its own")
+            raise OptionError(
+                "the solver’s plan is of one model; leave it to each checkpoint to find its own"
+            )
         each = partial(
             attribute,
             train=train,
@@ -135,11 +137,9 @@ def attribute(
             **({} if own is None else {"solver": own}),
         )
         show = describer(train, describe, tokenizer, class_names)
-        return attribute_several(
-            each, model, training, options=chosen, place=place, on_run=on_run, show=show
-        )
+        return attribute_several(each, model, training, options=chosen, place=place, on_run=on_run, show=show)
     gnh = GaussNewton(
-        model,
+        cast(nn.Module, model),  # what is none is refused there
         task,
         train,
         params=params,
@@ -148,7 +148,7 @@ def attribute(
     )
     positions, not_scored = scored_positions(candidates, len(gnh.terms))
     asked_about = query_terms(queries, gnh)
-    recipe = None if training is None else Training.read(training, model)
+    recipe = None if training is None else Training.read(training, gnh.network.model)
     job = Job(
         gnh=gnh,
         queries=asked_about,

@@ -33,7 +33,7 @@ class Row:
         separated: whether the next rank is lower beyond the errors.
         dot_product, dot_product_rank: what the plain gradient dot product says; None if not computed.
         solver_stderr, checkpoint_stderr: the two parts of the score's standard error, of several checkpoints; else None.
-        another_low, another_high: where the score of one more checkpoint should lie, at the same confidence; else None.
+        another_low, another_high: where the score of one more checkpoint should lie, as confidently; else None.
     """
 
     query: int
@@ -91,7 +91,9 @@ class Ranking(Sequence[Row]):
     def __str__(self) -> str:
         several = any(row.another_low is not None for row in self._rows)
         another = f" {'another checkpoint':>23}" if several else ""
-        head = f"{'query':>5} {'rank':>4} {'index':>8} {'score':>10} {'interval':>23}{another} {'removal':>12}"
+        head = (
+            f"{'query':>5} {'rank':>4} {'index':>8} {'score':>10} {'interval':>23}{another} {'removal':>12}"
+        )
         lines = [head]
         for row in self._rows:
             interval = f"[{row.low:.4g}, {row.high:.4g}]"

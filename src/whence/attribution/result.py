@@ -127,7 +127,11 @@ class Attribution:
 
     def __repr__(self) -> str:
         queries, scored = self.chain_scores.shape[1:]
-        of = f"{len(self.checkpoints)} checkpoints" if self.checkpoints else f"λ = {self.solve.plan.damping:.4g}"
+        of = (
+            f"{len(self.checkpoints)} checkpoints"
+            if self.checkpoints
+            else f"λ = {self.solve.plan.damping:.4g}"
+        )
         return (
             f"Attribution({queries} {'query' if queries == 1 else 'queries'}, {scored:,} of "
             f"{self.num_examples:,} examples scored, {of}, "
@@ -164,7 +168,7 @@ class Attribution:
 
     @property
     def checkpoint_stderr(self) -> Tensor | None:
-        """The checkpoints' part of `stderr`: the standard error of their mean; None for one model, which has no spread."""
+        """The checkpoints' part of `stderr`: the standard error of their mean; None for one model."""
         return self._spread(self.scored.sampling) if self.checkpoints else None
 
     @property
@@ -289,7 +293,7 @@ class Attribution:
 
     @property
     def agreement(self) -> Tensor:
-        """Mean correlation between the scores of two chains, or checkpoints, per query: 1 where they agree, NaN for one."""
+        """Mean correlation between the scores of two chains, or checkpoints, per query; NaN for one."""
         if len(self.chain_scores) < 2:
             return torch.full((self.chain_scores.shape[1],), math.nan, dtype=torch.float64)
         chains = self.chain_scores
@@ -363,7 +367,15 @@ class Attribution:
         return self._row(query, rank, position, width, apart, harmful=False, confidence=confidence)
 
     def _row(
-        self, query: int, rank: int, position: int, width: float, apart: bool, *, harmful: bool, confidence: float
+        self,
+        query: int,
+        rank: int,
+        position: int,
+        width: float,
+        apart: bool,
+        *,
+        harmful: bool,
+        confidence: float,
     ) -> Row:
         score = float(self.chain_scores[:, query, position].mean())
         per_score = float(self._effect_per_score()[position])

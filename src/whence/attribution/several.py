@@ -226,14 +226,12 @@ def _about(result: Attribution) -> list[str]:
 def _check_alike(results: Mapping[str, Attribution]) -> None:
     (before, first), *others = results.items()
     for name, other in others:
-        found = [
-            what for what in _SHARED if first.settings.get(what, "") != other.settings.get(what, "")
-        ]
+        found = [what for what in _SHARED if first.settings.get(what, "") != other.settings.get(what, "")]
         same = first.num_terms == other.num_terms and len(first.queries) == len(other.queries)
         same = same and torch.equal(first.indices, other.indices) and torch.equal(first.terms, other.terms)
         if found or not same:
             raise DataError(
-                f"checkpoints {before} and {name} were asked about different things ({', '.join(found) or 'examples'}); "
+                f"checkpoints {before} and {name} were asked about different things ({', '.join(found) or 'examples'}): "
                 "scores are averaged where training data, queries and task are the same"
             )
 

@@ -156,8 +156,8 @@ def attribute_command(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL]...",
-            help="More checkpoints: other seeds, or points of one training. Scores are then means over all of them, with "
-            "the spread between them in every error.",
+            help="More checkpoints: other seeds, or points of one training. Scores are then means over all, with the "
+            "spread between them in every error.",
         ),
     ] = None,
     run_dir: RunDir = None,

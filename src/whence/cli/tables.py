@@ -74,7 +74,9 @@ def show_result(result: Attribution, k: int) -> None:
         residual, error = float(result.solve.residual[q]), float(result.solve.residual_stderr[q])
         certificate, size = result.solve.certificate, result.solve.score_rms
         if result.checkpoints:
-            trust = f"scores of {len(result.checkpoints)} checkpoints correlate {float(result.agreement[q]):.3f}"
+            trust = (
+                f"scores of {len(result.checkpoints)} checkpoints correlate {float(result.agreement[q]):.3f}"
+            )
         elif result.solve.solver == "ekfac":
             state, trust = "EK-FAC, the quick answer", f"residual {residual:.2g}"
         elif certificate is None or size is None:
