@@ -32,7 +32,7 @@ class Row:
         effect, effect_low, effect_high: nats by which the query's loss would change without this example.
         separated: whether the next rank is lower beyond the errors.
         dot_product, dot_product_rank: what the plain gradient dot product says; None if not computed.
-        solver_stderr, checkpoint_stderr: the two parts of the score's standard error, of several checkpoints; else None.
+        solver_stderr, checkpoint_stderr: both parts of the score's standard error, of several checkpoints; else None.
         another_low, another_high: where the score of one more checkpoint should lie, as confidently; else None.
     """
 

@@ -231,8 +231,8 @@ def _check_alike(results: Mapping[str, Attribution]) -> None:
         same = same and torch.equal(first.indices, other.indices) and torch.equal(first.terms, other.terms)
         if found or not same:
             raise DataError(
-                f"checkpoints {before} and {name} were asked about different things ({', '.join(found) or 'examples'}): "
-                "scores are averaged where training data, queries and task are the same"
+                f"checkpoints {before} and {name} were asked about different things "
+                f"({', '.join(found) or 'examples'}): scores are averaged where data, queries and task are the same"
             )
 
 
