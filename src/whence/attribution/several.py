@@ -35,7 +35,7 @@ Maker = nn.Module | Callable[[], nn.Module]
 #: Several of them, by their names or in turn.
 Models = Mapping[str, Maker] | Sequence[Maker]
 #: What all checkpoints must be asked about.
-_SHARED = ("task", "train", "queries", "candidates")
+_SHARED = ("task", "train", "queries", "asked", "candidates", "groups")
 
 
 def attribute_several(
@@ -120,6 +120,7 @@ def joined(
     errors = torch.stack([part.scored.half_width(0.95) for part in parts]).mean(0) / normal
     dots = [part.dot_products for part in parts if part.dot_products is not None]
     dot_products = torch.stack(dots).mean(0) if len(dots) == len(parts) else None
+    norms = [part.norms for part in parts if part.norms is not None]
     settings = {
         name: value
         for name, value in first.settings.items()
@@ -152,6 +153,8 @@ def joined(
         settings=settings,
         versions=environment(),
         seconds=_summed([part.seconds for part in parts]),
+        norms=torch.stack(norms).mean(0) if len(norms) == len(parts) else None,
+        grouping=None if first.grouping is None else replace(first.grouping, norms=None),
         checkpoints=tuple(
             Checkpoint(
                 name=name,
