@@ -133,7 +133,8 @@ def keep_rows(rows: Tensor, path: Path) -> Path:
     return path
 
 
-PEER = Peer(
+_EKFAC = Peer(
+    "bergson",
     "bergson",
     unit="mean eigenvalue of EK-FAC over all layers",
     settings={"default": None},
@@ -141,6 +142,7 @@ PEER = Peer(
     prepare=Factors,
     tasks=(LanguageModeling,),
 )
+PEERS = (_EKFAC,)
 
 
 def check() -> None:
@@ -154,4 +156,4 @@ def check() -> None:
 
 
 if __name__ == "__main__":
-    main(PEER, check)
+    main(PEERS, check)

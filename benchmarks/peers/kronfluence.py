@@ -125,7 +125,8 @@ def linearise(model: nn.Module) -> None:
             model.set_submodule(path, linear)
 
 
-PEER = Peer(
+_EKFAC = Peer(
+    "kronfluence",
     "kronfluence",
     unit="mean eigenvalue of EK-FAC over all layers",
     settings={"default": ScoreArguments().damping_factor, "heuristic": None},
@@ -133,6 +134,7 @@ PEER = Peer(
     prepare=Factors,
     tasks=(Classification, Regression, LanguageModeling),
 )
+PEERS = (_EKFAC,)
 
 
 def check() -> None:
@@ -150,4 +152,4 @@ def check() -> None:
 
 
 if __name__ == "__main__":
-    main(PEER, check)
+    main(PEERS, check)
