@@ -126,7 +126,9 @@ class Work:
                 optimizer.step()
                 rates.append(optimizer.param_groups[0]["lr"])
                 if len(rates) in stops:
-                    kept.append(({name: part.clone() for name, part in model.state_dict().items()}, rates[-1]))
+                    kept.append(
+                        ({name: part.clone() for name, part in model.state_dict().items()}, rates[-1])
+                    )
         return Trained(model.eval(), optimizer, tuple(rates), tuple(kept))
 
     def __call__(self, subset: Sequence[int], seed: int) -> nn.Module:

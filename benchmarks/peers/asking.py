@@ -16,7 +16,11 @@ from benchmarks.peers.roster import ROSTER
 from benchmarks.works import WORKS, Checkpoint, Data, Work, work
 from whence.tasks import Task
 
-__all__ = ["Peer", "Prepared", "ask", "main", "queries"]
+__all__ = ["CHECKPOINTS", "Peer", "Prepared", "ask", "main", "queries"]
+
+
+#: Of training, for peers that want several.
+CHECKPOINTS = 5
 
 
 class Prepared(Protocol):
@@ -42,24 +46,18 @@ class Peer:
         package: what is installed of it; None where it is a few lines of ours.
         settings: dampings of its own, by name: its defaults and what its examples say.
         prepare: does what all dampings share, for a trained model, its task and its training data.
-        tasks: what it can be asked about.
         unit: what `Prepared.scale` is, in words.
         multiples: the grid; empty for a method without damping.
-        checkpoints: of training, which ``prepare`` is given besides.
+        checkpoints: whether ``prepare`` is given `CHECKPOINTS` of the training besides.
     """
 
     name: str
     package: str | None
     settings: Mapping[str, float | None]
     prepare: Callable[..., Prepared]
-    tasks: tuple[type[Task], ...]
     unit: str = ""
     multiples: Sequence[float] = ()
-    checkpoints: int = 0
-
-    def asked_about(self, of: Work) -> bool:
-        """Whether it can do a work."""
-        return isinstance(of.task, self.tasks)
+    checkpoints: bool = False
 
     def prepared(
         self, model: nn.Module, task: Task, train: Sequence[Tensor], checkpoints: Sequence[Checkpoint]
@@ -80,7 +78,7 @@ def ask(peer: Peer, of: Work) -> Answers:
     if before is not None and before.complete:
         return before
     data = of.data()
-    trained = of.fit(range(len(data.train[0])), 1000, checkpoints=peer.checkpoints)
+    trained = of.fit(range(len(data.train[0])), 1000, checkpoints=CHECKPOINTS if peer.checkpoints else 0)
     started = time.process_time()
     prepared = peer.prepared(trained.model, of.task, data.train, trained.checkpoints)
     answers = Answers(
@@ -124,7 +122,7 @@ def main(peers: Sequence[Peer], check: Callable[[], None]) -> None:
         for peer in peers:
             if not (options.peer is None or peer.name in options.peer):
                 continue
-            if not peer.asked_about(work(name)):
+            if not isinstance(work(name).task, ROSTER[peer.name].tasks):
                 said = f"cannot be asked about {type(work(name).task).__name__}"
             else:
                 answers = ask(peer, work(name))

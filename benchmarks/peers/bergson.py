@@ -140,7 +140,6 @@ _EKFAC = Peer(
     settings={"default": None},
     multiples=tuple(10 ** (2 * i / 3 - 2) for i in range(10)),
     prepare=Factors,
-    tasks=(LanguageModeling,),
 )
 PEERS = (_EKFAC,)
 

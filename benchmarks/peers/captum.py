@@ -2,13 +2,15 @@
 
     python -m benchmarks.peers.captum [--check] [--peer NAME] [NAME …]
 
-Five checkpoints as far from each other as can be, the trained model the last of them; all other peers are given that one
-alone. There is no damping.
+Five checkpoints as far from each other as can be, the trained model the last of them; all other peers are given
+that one alone. There is no damping.
 
-- `captum`: `TracInCP`, all parameters, with `sample_wise_grads_per_batch`, which does linear and convolutional layers.
+- `captum`: `TracInCP`, all parameters, with `sample_wise_grads_per_batch`, which does linear and convolutional
+  layers.
 - `captum-fast`: `TracInCPFast`, the weights of the last linear layer alone, without its bias.
 
-It wants losses from outputs and labels, and is not given language models. `--check` compares with dense dot products.
+It wants losses from outputs and labels, and is not given language models. `--check` compares with dense dot
+products.
 """
 
 from __future__ import annotations
@@ -19,16 +21,13 @@ from typing import Any
 
 from captum.influence import TracInCP, TracInCPFast
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.peers import tiny
 from benchmarks.peers.asking import Peer, main
 from benchmarks.works import Checkpoint, mean_loss_of
-from whence import Classification, Regression
+from whence import Classification
 from whence.tasks import Task
-
-CHECKPOINTS = 5
 
 
 class TracIn:
@@ -79,8 +78,7 @@ _ALL, _FAST = (
         "captum",
         settings={"default": None},
         prepare=partial(TracIn, fast=fast),
-        tasks=(Classification, Regression),
-        checkpoints=CHECKPOINTS,
+        checkpoints=True,
     )
     for name, fast in (("captum", False), ("captum-fast", True))
 )
@@ -94,11 +92,11 @@ def check() -> None:
         for parameter in other.parameters():
             parameter.data *= 1.5
         rates = {model: 0.1, other: 0.2}
-        checkpoints = [({k: v.clone() for k, v in at.state_dict().items()}, rate) for at, rate in rates.items()]
+        checkpoints = [
+            ({k: v.clone() for k, v in at.state_dict().items()}, rate) for at, rate in rates.items()
+        ]
         expected = sum(rate * tiny.dot_products(at, train, queries) for at, rate in rates.items())
-        head = sum(
-            rate * tiny.dot_products(at, train, queries, last=True) for at, rate in rates.items()
-        )
+        head = sum(rate * tiny.dot_products(at, train, queries, last=True) for at, rate in rates.items())
         for fast, dense in ((False, expected), (True, head)):
             found = TracIn(model, Classification(), train, checkpoints, fast=fast).scores(queries, None)
             tiny.agree(f"{problem.__name__}, fast {fast}, two checkpoints, dot products", found, dense)

@@ -2,26 +2,27 @@
 
     python -m benchmarks.peers.dattri [--check] [--peer NAME] [NAME …]
 
-All data are in one batch, since dattri adds up `H_b⁻¹ v` over the batches of the loader, which is right only for one. The
-Hessian is the loss's own, not Gauss and Newton's. Grids are in multiples of its largest eigenvalue, found by its own
-Hessian-vector products.
+All data are in one batch, since dattri adds up `H_b⁻¹ v` over the batches of the loader, which is right only for
+one. The Hessian is the loss's own, not Gauss and Newton's. Grids are in multiples of its largest eigenvalue, found
+by its own Hessian-vector products.
 
-- `dattri`: `IFAttributorCG`, ten iterations, its default, everywhere. Settings of its own: "default" is no damping at all;
-  "example" is the 5e-3 of its example that computes LDS.
-- `dattri-lissa`: `IFAttributorLiSSA` at its defaults, 5,000 steps of one example each with a scaling of 50. Its `damping`
-  is that of H/scaling, and is given so that λ is as said: none by default. A series that diverges ends in no number.
-- `dattri-trak`: `TRAKAttributor` of the one trained model, with 512 random projections, its default, and the log-odds of the
-  right label, as in its examples; classification alone. Its `regularization` is none by default. The grid is in
-  multiples of the mean eigenvalue of the matrix that it is added to.
+- `dattri`: `IFAttributorCG`, ten iterations, its default, everywhere. Settings of its own: "default" is no damping
+  at all; "example" is the 5e-3 of its example that computes LDS.
+- `dattri-lissa`: `IFAttributorLiSSA`. "default" are its defaults: 5,000 steps of one example each, a scaling of 50,
+  no damping. The grid takes 500 steps of 50 examples, which are five times as many; its `damping` is that of
+  H/scaling, and is given so that λ is as said. A series that diverges ends in no number.
+- `dattri-trak`: `TRAKAttributor` of the one trained model, with 512 random projections, its default, and the
+  log-odds of the right label, as in its examples; classification alone. Its `regularization` is none by default.
+  The grid is in multiples of the mean eigenvalue of the matrix that it is added to.
 
-Left out is `IFAttributorEKFAC`: it multiplies by the transposes of the matrices of eigenvectors, and lays out a layer's
-weights and biases one after the other where its factors have a bias at the end of every row. `--check` says how far it is
-from EK-FAC written out densely.
+Left out is `IFAttributorEKFAC`: it multiplies by the transposes of the matrices of eigenvectors, and lays out a
+layer's weights and biases one after the other where its factors have a bias at the end of every row. `--check` says
+how far it is from EK-FAC written out densely.
 
 `--check` compares with the dense Hessian, and, at a damping that outgrows the curvature, with dot products of
-gradients, also of a convolution. There conjugate gradients stop after two iterations: their `tol` is not read, and going on
-after convergence divides zero by zero. LiSSA is compared on a model that is trained, with all examples in every step. TRAK
-is compared without projection.
+gradients, also of a convolution. There conjugate gradients stop after two iterations: their `tol` is not read, and
+going on after convergence divides zero by zero. LiSSA is compared on a model that is trained, with all examples in
+every step. TRAK is compared without projection.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Influence:
 
     def __init__(self, model: nn.Module, task: Task, train: Sequence[Tensor]) -> None:
         def loss(parameters: dict[str, Tensor], data: tuple[Tensor, Tensor]) -> Tensor:
-            targets = data[1] if isinstance(task, Regression) else data[1].long()  # LiSSA makes labels real numbers
+            targets = (
+                data[1] if isinstance(task, Regression) else data[1].long()
+            )  # LiSSA makes labels real numbers
             return mean_loss_of(functional_call(model, parameters, data[0]), targets, task)
 
         self.task = AttributionTask(loss_func=loss, model=model, checkpoints=model.state_dict())
@@ -97,14 +100,18 @@ class ConjugateGradients(Influence):
 
 
 class Lissa(Influence):
-    """`IFAttributorLiSSA`; ``options`` in place of its defaults."""
+    """`IFAttributorLiSSA`."""
 
-    scaling = 50.0
+    scaling = 50.0  # its default
 
-    def scores(self, queries: Sequence[Tensor], damping: float | None, **options: int) -> Tensor:
-        assert damping is not None
+    def scores(
+        self, queries: Sequence[Tensor], damping: float | None, steps: int = 500, batch: int = 50
+    ) -> Tensor:
         torch.manual_seed(0)  # batches are drawn at random
-        lissa = IFAttributorLiSSA(self.task, damping=damping / self.scaling, scaling=self.scaling, **options)
+        if damping is None:
+            return self.by(IFAttributorLiSSA(self.task), queries)
+        damped = damping / self.scaling
+        lissa = IFAttributorLiSSA(self.task, damping=damped, recursion_depth=steps, batch_size=batch)
         return self.by(lissa, queries)
 
 
@@ -119,10 +126,14 @@ class Trak:
         self, model: nn.Module, task: Task, train: Sequence[Tensor], projection: dict[str, Any] | None = None
     ) -> None:
         def loss(parameters: dict[str, Tensor], data: tuple[Tensor, Tensor]) -> Tensor:
-            return F.cross_entropy(functional_call(model, parameters, data[0].unsqueeze(0)), data[1].unsqueeze(0))
+            return F.cross_entropy(
+                functional_call(model, parameters, data[0].unsqueeze(0)), data[1].unsqueeze(0)
+            )
 
         def log_odds(parameters: dict[str, Tensor], data: tuple[Tensor, Tensor]) -> Tensor:
-            logits = functional_call(model, parameters, data[0])  # of more than two classes: log p - log(1 - p)
+            logits = functional_call(
+                model, parameters, data[0]
+            )  # of more than two classes: log p - log(1 - p)
             right = torch.arange(len(logits)) == data[1]
             return logits.where(right, 0).sum() - logits.where(~right, -torch.inf).logsumexp(0)
 
@@ -162,16 +173,14 @@ _CG = Peer(
     "dattri",
     settings={"default": 0.0, "example": 5e-3},
     prepare=ConjugateGradients,
-    tasks=(Classification, Regression),
     unit="largest eigenvalue of the Hessian",
     multiples=_GRID,
 )
 _LISSA = Peer(
     "dattri-lissa",
     "dattri",
-    settings={"default": 0.0},
+    settings={"default": None},
     prepare=Lissa,
-    tasks=(Classification, Regression),
     unit="largest eigenvalue of the Hessian",
     multiples=_GRID,
 )
@@ -180,7 +189,6 @@ _TRAK = Peer(
     "dattri",
     settings={"default": 0.0},
     prepare=Trak,
-    tasks=(Classification,),
     unit="mean eigenvalue of the projected gradients' second moment",
     multiples=_GRID,
 )
@@ -203,7 +211,7 @@ def check() -> None:
     for damping in (0.5, 1.0):
         expected = tiny.dense_hessian(model, train, queries, damping)
         lissa = Lissa(model, Classification(), train)
-        found = lissa.scores(queries, damping, batch_size=len(train[0]), recursion_depth=1500)
+        found = lissa.scores(queries, damping, steps=1500, batch=len(train[0]))
         tiny.agree(f"LiSSA, linear model, damping {damping:g}, dense Hessian", found, expected)
     model, train, queries = tiny.network()
     parameters = sum(p.numel() for p in model.parameters())

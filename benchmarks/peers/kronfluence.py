@@ -132,7 +132,6 @@ _EKFAC = Peer(
     settings={"default": ScoreArguments().damping_factor, "heuristic": None},
     multiples=tuple(10 ** (2 * i / 3 - 2) for i in range(10)),
     prepare=Factors,
-    tasks=(Classification, Regression, LanguageModeling),
 )
 PEERS = (_EKFAC,)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.peers import tiny
 from benchmarks.peers.asking import Peer, main
 from benchmarks.works import mean_loss
-from whence import Classification, LanguageModeling, Regression
+from whence import Classification, LanguageModeling
 from whence.tasks import Task
 
 
@@ -56,7 +56,9 @@ class Bm25:
         self.mean_length = sum(row.total() for row in self.rows) / len(self.rows)
 
     def scores(self, queries: Sequence[Tensor], damping: float | None) -> Tensor:
-        return torch.tensor([[self._score(Counter(q.tolist()), row) for row in self.rows] for q in queries[0]])
+        return torch.tensor(
+            [[self._score(Counter(q.tolist()), row) for row in self.rows] for q in queries[0]]
+        )
 
     def _score(self, query: Counter[int], row: Counter[int]) -> float:
         long = self.k1 * (1 - self.b + self.b * row.total() / self.mean_length)
@@ -77,11 +79,10 @@ _DOT, _COSINE = (
         None,
         settings={"default": None},
         prepare=partial(Gradients, cosine=cosine),
-        tasks=(Classification, Regression, LanguageModeling),
     )
     for name, cosine in (("dot", False), ("cosine", True))
 )
-_BM25 = Peer("bm25", None, settings={"default": None}, prepare=Bm25, tasks=(LanguageModeling,))
+_BM25 = Peer("bm25", None, settings={"default": None}, prepare=Bm25)
 PEERS = (_DOT, _COSINE, _BM25)
 
 

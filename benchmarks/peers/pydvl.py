@@ -2,12 +2,13 @@
 
     python -m benchmarks.peers.pydvl [--check] [NAME …]
 
-`NystroemSketchInfluence` of rank 10, as its documentation has it. There is no default regularization, and the 0 of that
-example is refused: so there is the grid alone, in multiples of the largest eigenvalue that the approximation finds. The
-Hessian is the loss's own: what pyDVL calls Gauss-Newton is the gradients' second moment. Data are pairs of inputs and
-targets; language models it cannot do. It wants numpy 1.
+`NystroemSketchInfluence` of rank 10, as its documentation has it. There is no default regularization, and the 0 of
+that example is refused: so there is the grid alone, in multiples of the largest eigenvalue that the approximation
+finds. The Hessian is the loss's own: what pyDVL calls Gauss-Newton is the gradients' second moment. Data are pairs
+of inputs and targets; language models it cannot do. It wants numpy 1.
 
-`--check` compares with the dense Hessian of a model where that is positive semidefinite, with a rank that is its size.
+`--check` compares with the dense Hessian of a model where that is positive semidefinite, with a rank that is its
+size.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.peers import tiny
 from benchmarks.peers.asking import Peer, main
 from benchmarks.works import mean_loss_of
-from whence import Classification, Regression
+from whence import Classification
 from whence.tasks import Task
 
 RANK = 10
@@ -58,7 +59,6 @@ PEERS = (
         "pydvl",
         settings={},
         prepare=Nystroem,
-        tasks=(Classification, Regression),
         unit="largest eigenvalue of the approximated Hessian",
         multiples=tuple(10 ** (i / 2 - 4) for i in range(10)),
     ),

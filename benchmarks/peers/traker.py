@@ -3,12 +3,13 @@
     python -m benchmarks.peers.traker [--check] [NAME …]
 
 `TRAKer` at its defaults for `image_classification`, 2,048 random projections and no regularization, but in single
-precision: half precision is for GPUs. Its authors average ten and more models trained on parts of the data; here it has
-the one model, as all others. The grid is of `lambda_reg`, in multiples of the mean eigenvalue of the projected gradients'
-second moment; with fewer training examples than projections that matrix cannot be inverted without. It knows
-classification only.
+precision: half precision is for GPUs. Its authors average ten and more models trained on parts of the data; here it
+has the one model, as all others. The grid is of `lambda_reg`, in multiples of the mean eigenvalue of the projected
+gradients' second moment; with fewer training examples than projections that matrix cannot be inverted without. It
+knows classification only.
 
-`--check` compares, up to a factor, since it scales what it inverts, with TRAK written out densely without projection.
+`--check` compares, up to a factor, since it scales what it inverts, with TRAK written out densely without
+projection.
 """
 
 from __future__ import annotations
@@ -76,7 +77,6 @@ PEERS = (
         "traker",
         settings={"default": 0.0},
         prepare=Trak,
-        tasks=(Classification,),
         unit="mean eigenvalue of the projected gradients' second moment",
         multiples=tuple(10 ** (i / 2 - 4) for i in range(10)),
     ),
