@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,18 @@ from torch.nn import functional as F
 from whence import Classification, LanguageModeling, Regression
 from whence.tasks import Task
 
-__all__ = ["WORKS", "Checkpoint", "Trained", "Work", "mean_loss", "mean_loss_of", "work"]
+__all__ = [
+    "WORKS",
+    "Checkpoint",
+    "Trained",
+    "Work",
+    "flip",
+    "mean_loss",
+    "mean_loss_of",
+    "mislabelled",
+    "mislabelled_digits",
+    "work",
+]
 
 
 @dataclass(frozen=True)
@@ -179,6 +190,31 @@ def _clean_digits() -> Data:
 
     digits = load_digits_with_flipped_labels()
     return Data((digits.train.tensors[0], digits.true_labels), digits.test.tensors)
+
+
+#: Of labels, in data for finding wrong ones.
+FLIPPED = 0.1
+
+
+def flip(labels: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Labels of which every tenth is another one, and which these are."""
+    wrong = torch.rand(len(labels), generator=generator) < FLIPPED
+    shift = torch.randint(1, classes, (len(labels),), generator=generator)
+    return torch.where(wrong, (labels + shift) % classes, labels), wrong
+
+
+@cache
+def mislabelled_digits(seed: int) -> tuple[Data, Tensor]:
+    """Digits with one label in ten flipped, and which; all is drawn from the seed."""
+    from sklearn.datasets import load_digits
+
+    from whence.demo.digits import TRAIN
+
+    bunch, generator = load_digits(), torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(bunch.data), generator=generator)
+    x, y = torch.tensor(bunch.data, dtype=torch.float32)[order] / 16, torch.tensor(bunch.target)[order]
+    labels, wrong = flip(y[:TRAIN], 10, generator)
+    return Data((x[:TRAIN], labels), (x[TRAIN:], y[TRAIN:])), wrong
 
 
 @cache
@@ -434,6 +470,11 @@ _LIST = [
 
 #: By name.
 WORKS: dict[str, Work] = {each.name: each for each in _LIST}
+
+
+def mislabelled(seed: int) -> Work:
+    """The digits with one label in ten flipped; not one of `WORKS`, since nothing is retrained."""
+    return replace(WORKS["digits"], name=f"mislabelled-{seed}", data=lambda: mislabelled_digits(seed)[0])
 
 
 def work(name: str) -> Work:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,26 +22,27 @@ from benchmarks.timing import RESULTS, report, save
 from benchmarks.truth import DIRECTORY as TRUTHS
 from benchmarks.truth import truth
 from benchmarks.works import WORKS, work
-from whence.validation import Outcomes, compare_datamodeling_scores, linear_datamodeling_score
+from whence.validation.datamodeling import Bench
 
 #: Of the results, without its ending.
 FILE = "peers_damping"
 
 
+#: LDS of every query, and in every resample: what a `Bench` makes of scores; None where they are no numbers.
+Correlations = tuple[Tensor, Tensor]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.split(":")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(WORKS)}; all by default")
-    parser.add_argument(
-        "--peer", action="append", choices=[OURS, *ROSTER], help="one of them; all by default"
-    )
+    parser.add_argument("--peer", action="append", choices=ROSTER, help="one of them; all by default")
     parser.add_argument("--show", action="store_true", help="what is there, judging nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = earlier()
-    for peer in [] if options.show else options.peer or [OURS, *ROSTER]:
-        for name in options.names or WORKS:
-            if (judged := judge_kept(peer, name)) is not None:
-                results.setdefault(peer, {})[name] = judged
+    for name in [] if options.show else options.names or WORKS:
+        for peer, judged in judge_work(name, options.peer or list(ROSTER)).items():
+            results.setdefault(peer, {})[name] = judged
     results = {
         peer: {name: results[peer][name] for name in WORKS if name in results[peer]}
         for peer in (OURS, *ROSTER)
@@ -62,41 +63,47 @@ def earlier() -> dict[str, Any]:
     return found
 
 
-def judge_kept(peer: str, name: str) -> dict[str, Any] | None:
-    """Judge what a peer answered about a work; None, and a word why, where that cannot be."""
-    path = kept(peer, name)
-    if not path.exists():
-        return None
-    answers = Answers.load(path)
-    if not answers.complete:
+def judge_work(name: str, peers: Sequence[str]) -> dict[str, Any]:
+    """What whence and the peers answered about a work, by name; without those that were not asked yet."""
+    known = {peer: Answers.load(path) for peer in (OURS, *peers) if (path := kept(peer, name)).exists()}
+    for peer in [peer for peer, answers in known.items() if not answers.complete]:
         print(f"{name}: {peer} has not been asked at every setting yet")
-        return None
-    if not (TRUTHS / path.name).exists():
+        del known[peer]
+    if known and not (TRUTHS / f"{name}.safetensors").exists():
         print(f"{name}: no ground truth yet; see python -m benchmarks.truth")
-        return None
-    known = kept(OURS, name)
-    ours = Answers.load(known).answers if peer != OURS and known.exists() else ()
-    return judge(answers, truth(work(name)), ours)
+        return {}
+    if not known:
+        return {}
+    bench = Bench(truth(work(name)), 0.95, 1000, torch.Generator().manual_seed(2))
+    ours: dict[str, Correlations] = {}
+    if OURS in known:
+        ours = {answer.setting: bench.correlations(answer.scores) for answer in known[OURS].answers}
+    return {peer: judge(answers, bench, {} if peer == OURS else ours) for peer, answers in known.items()}
 
 
-def judge(answers: Answers, outcomes: Outcomes, ours: Sequence[Answer]) -> dict[str, Any]:
+def judge(answers: Answers, bench: Bench, ours: Mapping[str, Correlations]) -> dict[str, Any]:
     """What is kept of a peer's scores of a work: the LDS at each setting, the best of the grid, ours, the costs."""
-    judged = [judge_one(answer, outcomes) for answer in answers.answers]
-    grid = [each for each in judged if each["setting"] == "grid"]
-    known = [each for each in grid if each["lds"] is not None]
-    best = max(known, key=lambda each: each["lds"]) if known else None
-    rivals = {answer.setting: answer.scores for answer in answers.answers if answer.setting != "grid"}
+    each = [
+        None if broken_queries(answer.scores) else bench.correlations(answer.scores)
+        for answer in answers.answers
+    ]
+    judged = [judge_one(*pair, bench) for pair in zip(answers.answers, each, strict=True)]
+    grid = [one for one in judged if one["setting"] == "grid"]
+    known = [one for one in grid if one["lds"] is not None]
+    best = max(known, key=lambda one: one["lds"]) if known else None
+    rivals = {
+        answer.setting: found
+        for answer, found in zip(answers.answers, each, strict=True)
+        if answer.setting != "grid"
+    }
     if best is not None:
-        rivals["best"] = answers.answers[judged.index(best)].scores
+        rivals["best"] = each[judged.index(best)]
     return {
         "ours": {
-            own.setting: {
-                "lds": linear_datamodeling_score(own.scores, outcomes, generator=_drawn()).value,
-                "less": {name: _difference(own.scores, theirs, outcomes) for name, theirs in rivals.items()},
-            }
-            for own in ours
+            way: {"less": {name: _difference(own, theirs, bench) for name, theirs in rivals.items()}}
+            for way, own in ours.items()
         },
-        "settings": {each["setting"]: each for each in judged if each["setting"] != "grid"},
+        "settings": {one["setting"]: one for one in judged if one["setting"] != "grid"},
         "grid": grid,
         "best": best,
         "unit": answers.unit,
@@ -106,30 +113,26 @@ def judge(answers: Answers, outcomes: Outcomes, ours: Sequence[Answer]) -> dict[
     }
 
 
-def judge_one(answer: Answer, outcomes: Outcomes) -> dict[str, Any]:
-    """The LDS at one damping; None where scores are not numbers."""
+def judge_one(answer: Answer, found: Correlations | None, bench: Bench) -> dict[str, Any]:
+    """The LDS at one setting; None where scores are not numbers."""
     about = {
         "setting": answer.setting,
         "damping": answer.damping,
         "multiple": answer.multiple,
         "seconds": round(answer.seconds, 2),
+        "broken_queries": broken_queries(answer.scores),
     }
-    if broken := broken_queries(answer.scores):
-        return {**about, "lds": None, "low": None, "high": None, "ceiling": None, "broken_queries": broken}
-    score = linear_datamodeling_score(answer.scores, outcomes, generator=_drawn())
-    interval = {"lds": score.value, "low": score.low, "high": score.high, "ceiling": score.ceiling}
-    return {**about, **interval, "broken_queries": 0}
+    if found is None:
+        return {**about, "lds": None, "low": None, "high": None, "ceiling": None}
+    score = bench.score(*found)
+    return {**about, "lds": score.value, "low": score.low, "high": score.high, "ceiling": score.ceiling}
 
 
-def _drawn() -> torch.Generator:
-    return torch.Generator().manual_seed(2)
-
-
-def _difference(ours: Tensor, theirs: Tensor, outcomes: Outcomes) -> dict[str, float] | None:
+def _difference(ours: Correlations, theirs: Correlations | None, bench: Bench) -> dict[str, float] | None:
     """By how much our LDS is above theirs, with its 95% interval; None where their scores are no numbers."""
-    if broken_queries(theirs):
+    if theirs is None:
         return None
-    found = compare_datamodeling_scores(ours, theirs, outcomes, generator=_drawn())
+    found = bench.difference(ours, theirs)
     return {"by": found.value, "low": found.low, "high": found.high}
 
 

@@ -6,14 +6,14 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.answers import Answer, Answers, kept, versions
 from benchmarks.peers.roster import ROSTER
-from benchmarks.works import WORKS, Checkpoint, Data, Work, work
+from benchmarks.works import WORKS, Checkpoint, Data, Work, mislabelled, work
 from whence.tasks import Task
 
 __all__ = ["CHECKPOINTS", "Peer", "Prepared", "ask", "main", "queries"]
@@ -21,6 +21,8 @@ __all__ = ["CHECKPOINTS", "Peer", "Prepared", "ask", "main", "queries"]
 
 #: Of training, for peers that want several.
 CHECKPOINTS = 5
+#: Seeds of flipped labels.
+MISLABELLED = 10
 
 
 class Prepared(Protocol):
@@ -37,6 +39,14 @@ class Prepared(Protocol):
         ...
 
 
+class SelfInfluence(Prepared, Protocol):
+    """One that also says how much every training example influences itself."""
+
+    def self_scores(self) -> Tensor:
+        """At the defaults, ``[train]``: large where a label looks wrong."""
+        ...
+
+
 @dataclass(frozen=True)
 class Peer:
     """How a peer is used.
@@ -48,6 +58,7 @@ class Peer:
         prepare: does what all dampings share, for a trained model, its task and its training data.
         unit: what `Prepared.scale` is, in words.
         multiples: the grid; empty for a method without damping.
+        mislabels: whether what ``prepare`` gives is a `SelfInfluence`.
         checkpoints: whether ``prepare`` is given `CHECKPOINTS` of the training besides.
     """
 
@@ -57,6 +68,7 @@ class Peer:
     prepare: Callable[..., Prepared]
     unit: str = ""
     multiples: Sequence[float] = ()
+    mislabels: bool = False
     checkpoints: bool = False
 
     def prepared(
@@ -104,6 +116,24 @@ def ask(peer: Peer, of: Work) -> Answers:
     return answers
 
 
+def ask_itself(peer: Peer, of: Work, seed: int) -> Answers:
+    """How much every training example influences itself."""
+    path = kept(peer.name, of.name)
+    if path.exists():
+        return Answers.load(path)
+    data = of.data()
+    trained = of.fit(range(len(data.train[0])), seed, checkpoints=CHECKPOINTS if peer.checkpoints else 0)
+    started = time.process_time()
+    prepared = peer.prepared(trained.model, of.task, data.train, trained.checkpoints)
+    between = time.process_time()
+    scores = cast("SelfInfluence", prepared).self_scores()
+    answer = Answer("self", None, None, time.process_time() - between, scores.unsqueeze(0))
+    known = versions(*([peer.package] if peer.package else []), "torch", "whence")
+    answers = Answers(peer.name, of.name, peer.unit, prepared.scale, between - started, (answer,), known)
+    answers.save()
+    return answers
+
+
 def main(peers: Sequence[Peer], check: Callable[[], None]) -> None:
     """The command line of a package's adapters."""
     names = [peer.name for peer in peers]
@@ -113,10 +143,20 @@ def main(peers: Sequence[Peer], check: Callable[[], None]) -> None:
     parser.add_argument(
         "--check", action="store_true", help="only compare with dense algebra on a tiny problem"
     )
+    parser.add_argument(
+        "--mislabels", action="store_true", help="only self-influence on digits with wrong labels"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.check:
         check()
+        return
+    if options.mislabels:
+        for seed in range(MISLABELLED):
+            for peer in peers:
+                if peer.mislabels:
+                    ask_itself(peer, mislabelled(seed), seed)
+                    print(f"{mislabelled(seed).name}: {peer.name}", flush=True)
         return
     for name in options.names or WORKS:
         for peer in peers:

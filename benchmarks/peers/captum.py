@@ -64,6 +64,10 @@ class TracIn:
         scores: Tensor = self.tracin.influence(tuple(queries))
         return scores.detach()
 
+    def self_scores(self) -> Tensor:
+        scores: Tensor = self.tracin.self_influence()
+        return scores.detach()
+
 
 def load(model: nn.Module, checkpoint: Checkpoint) -> float:
     """As Captum asks: load a checkpoint into a model, and return its learning rate."""
@@ -78,6 +82,7 @@ _ALL, _FAST = (
         "captum",
         settings={"default": None},
         prepare=partial(TracIn, fast=fast),
+        mislabels=True,
         checkpoints=True,
     )
     for name, fast in (("captum", False), ("captum-fast", True))

@@ -21,8 +21,8 @@ how far it is from EK-FAC written out densely.
 
 `--check` compares with the dense Hessian, and, at a damping that outgrows the curvature, with dot products of
 gradients, also of a convolution. There conjugate gradients stop after two iterations: their `tol` is not read, and
-going on after convergence divides zero by zero. LiSSA is compared on a model that is trained, with all examples in
-every step. TRAK is compared without projection.
+going on after convergence divides zero by zero. LiSSA is compared on a linear model, with all examples in every
+step. TRAK is compared without projection.
 """
 
 from __future__ import annotations

@@ -110,6 +110,12 @@ class Factors:
         )
         return self.analyzer.load_pairwise_scores("scores")["all_modules"].clone()
 
+    def self_scores(self) -> Tensor:
+        self.analyzer.compute_self_scores(
+            "self", "ekfac", train_dataset=self.train, per_device_train_batch_size=self.batch
+        )
+        return self.analyzer.load_self_scores("self")["all_modules"].clone()
+
 
 @torch.no_grad()
 def linearise(model: nn.Module) -> None:
@@ -132,6 +138,7 @@ _EKFAC = Peer(
     settings={"default": ScoreArguments().damping_factor, "heuristic": None},
     multiples=tuple(10 ** (2 * i / 3 - 2) for i in range(10)),
     prepare=Factors,
+    mislabels=True,
 )
 PEERS = (_EKFAC,)
 

@@ -27,6 +27,7 @@ from whence import Classification
 from whence.tasks import Task
 
 RANK = 10
+GRID = tuple(10 ** (i / 2 - 4) for i in range(10))
 
 
 class Nystroem:
@@ -52,6 +53,13 @@ class Nystroem:
         scores: Tensor = influence.influences(*queries, *self.train)
         return scores.detach()
 
+    def self_scores(self) -> Tensor:
+        """In the middle of the grid, as there is no default."""
+        influence = self.influence.with_regularization(self.scale * GRID[4])
+        factors = influence.influence_factors(*self.train)
+        scores: Tensor = influence.influences_from_factors(factors, *self.train)
+        return scores.detach().diagonal().clone()
+
 
 PEERS = (
     Peer(
@@ -60,7 +68,8 @@ PEERS = (
         settings={},
         prepare=Nystroem,
         unit="largest eigenvalue of the approximated Hessian",
-        multiples=tuple(10 ** (i / 2 - 4) for i in range(10)),
+        multiples=GRID,
+        mislabels=True,
     ),
 )
 
