@@ -43,12 +43,11 @@ def main() -> None:
     for name in [] if options.show else options.names or WORKS:
         for peer, judged in judge_work(name, options.peer or list(ROSTER)).items():
             results.setdefault(peer, {})[name] = judged
-    results = {
-        peer: {name: results[peer][name] for name in WORKS if name in results[peer]}
-        for peer in (OURS, *ROSTER)
-        if peer in results
-    }
-    if not options.show:
+        results = {
+            peer: {each: results[peer][each] for each in WORKS if each in results[peer]}
+            for peer in (OURS, *ROSTER)
+            if peer in results
+        }
         save(FILE, results)
     for peer, works in results.items():
         show(peer, works)
@@ -83,29 +82,25 @@ def judge_work(name: str, peers: Sequence[str]) -> dict[str, Any]:
 
 def judge(answers: Answers, bench: Bench, ours: Mapping[str, Correlations]) -> dict[str, Any]:
     """What is kept of a peer's scores of a work: the LDS at each setting, the best of the grid, ours, the costs."""
-    each = [
-        None if broken_queries(answer.scores) else bench.correlations(answer.scores)
-        for answer in answers.answers
-    ]
-    judged = [judge_one(*pair, bench) for pair in zip(answers.answers, each, strict=True)]
-    grid = [one for one in judged if one["setting"] == "grid"]
-    known = [one for one in grid if one["lds"] is not None]
-    best = max(known, key=lambda one: one["lds"]) if known else None
-    rivals = {
-        answer.setting: found
-        for answer, found in zip(answers.answers, each, strict=True)
-        if answer.setting != "grid"
-    }
+    settings, rivals, grid = {}, {}, []
+    for answer in answers.answers:
+        if answer.setting == "grid":
+            few = None if broken_queries(answer.scores) else bench.correlations(answer.scores, bench.rows[:1])
+            grid.append({**about(answer), "lds": None if few is None else float(few[0].nanmean())})
+        else:
+            rivals[answer.setting], settings[answer.setting] = judge_one(answer, bench)
+    best = max((one["lds"] for one in grid if one["lds"] is not None), default=None)
     if best is not None:
-        rivals["best"] = each[judged.index(best)]
+        place = [one["lds"] for one in grid].index(best)
+        rivals["best"], judged = judge_one([a for a in answers.answers if a.setting == "grid"][place], bench)
     return {
         "ours": {
             way: {"less": {name: _difference(own, theirs, bench) for name, theirs in rivals.items()}}
             for way, own in ours.items()
         },
-        "settings": {one["setting"]: one for one in judged if one["setting"] != "grid"},
+        "settings": settings,
         "grid": grid,
-        "best": best,
+        "best": None if best is None else judged,
         "unit": answers.unit,
         "scale": answers.scale,
         "seconds_shared": round(answers.seconds, 2),
@@ -113,19 +108,25 @@ def judge(answers: Answers, bench: Bench, ours: Mapping[str, Correlations]) -> d
     }
 
 
-def judge_one(answer: Answer, found: Correlations | None, bench: Bench) -> dict[str, Any]:
-    """The LDS at one setting; None where scores are not numbers."""
-    about = {
+def about(answer: Answer) -> dict[str, Any]:
+    """What is known of a setting before its scores are judged."""
+    return {
         "setting": answer.setting,
         "damping": answer.damping,
         "multiple": answer.multiple,
         "seconds": round(answer.seconds, 2),
         "broken_queries": broken_queries(answer.scores),
     }
-    if found is None:
-        return {**about, "lds": None, "low": None, "high": None, "ceiling": None}
+
+
+def judge_one(answer: Answer, bench: Bench) -> tuple[Correlations | None, dict[str, Any]]:
+    """The LDS at one setting, with its interval; None where scores are not numbers."""
+    if broken_queries(answer.scores):
+        return None, {**about(answer), "lds": None, "low": None, "high": None, "ceiling": None}
+    found = bench.correlations(answer.scores)
     score = bench.score(*found)
-    return {**about, "lds": score.value, "low": score.low, "high": score.high, "ceiling": score.ceiling}
+    interval = {"lds": score.value, "low": score.low, "high": score.high, "ceiling": score.ceiling}
+    return found, {**about(answer), **interval}
 
 
 def _difference(ours: Correlations, theirs: Correlations | None, bench: Bench) -> dict[str, float] | None:

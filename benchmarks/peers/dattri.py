@@ -137,27 +137,25 @@ class Trak:
             right = torch.arange(len(logits)) == data[1]
             return logits.where(right, 0).sum() - logits.where(~right, -torch.inf).logsumexp(0)
 
-        self.attributor = TRAKAttributor(
+        self.attributor: Any = TRAKAttributor(
             AttributionTask(loss_func=log_odds, model=model, checkpoints=model.state_dict()),
             correct_probability_func=lambda parameters, data: (-loss(parameters, data)).exp(),
             projector_kwargs=projection,
         )
-        self.train = _loader(train, PROJECTED_AT_ONCE)
-        self.scale = 1.0
-        # It keeps (X'X)⁻¹X' and not X: with a huge regularization that is X' as if nothing had been inverted.
-        huge = 1e12
-        self._cache(huge)
-        (features,) = self.attributor.inv_XTX_XT_list
-        self.scale = float((features * huge).square().sum(1).mean())
-
-    def _cache(self, regularization: float) -> None:
-        self.attributor.regularization = regularization
+        # It keeps (X'X + λ)⁻¹X' and not X. With a huge λ that is X'/λ, so that other λ need no other gradients.
+        self.attributor.regularization = huge = 1e12
         with torch.no_grad():
-            self.attributor.cache(self.train)
+            self.attributor.cache(_loader(train, PROJECTED_AT_ONCE))
+        self.rows = self.attributor.inv_XTX_XT_list[0] * huge
+        self.scale = float(self.rows.square().sum(1).mean())
 
     def scores(self, queries: Sequence[Tensor], damping: float | None) -> Tensor:
-        assert damping is not None
-        self._cache(damping)
+        moment = self.rows @ self.rows.T
+        moment.diagonal().add_(damping)
+        try:
+            self.attributor.inv_XTX_XT_list = [torch.linalg.solve(moment, self.rows)]
+        except torch.linalg.LinAlgError:  # fewer examples than projections, and no λ: it ends so itself
+            return torch.full((len(queries[0]), self.rows.shape[1]), torch.nan)
         with torch.no_grad():
             scores: Tensor = self.attributor.attribute(_loader(queries, len(queries[0]))).T
         return scores.contiguous()
