@@ -166,8 +166,12 @@ def seconds(result: dict[str, Any], setting: str | None = None) -> float:
 
 
 def rival(result: dict[str, Any]) -> str:
-    """What of a peer is compared with ours: the best of its grid, or what it does where it has none."""
-    return "best" if result["best"] is not None else next(iter(result["settings"]), "best")
+    """The setting at which a peer is best, be it one of its own or of the grid, by the retraining itself."""
+    known = {**result["settings"], "best": result["best"]}
+    found = {
+        name: each["lds"] for name, each in known.items() if each is not None and each["lds"] is not None
+    }
+    return max(found, key=lambda name: found[name], default=next(iter(known)))
 
 
 def verdict(less: dict[str, float] | None) -> str:

@@ -131,9 +131,7 @@ class Trak:
             )
 
         def log_odds(parameters: dict[str, Tensor], data: tuple[Tensor, Tensor]) -> Tensor:
-            logits = functional_call(
-                model, parameters, data[0]
-            )  # of more than two classes: log p - log(1 - p)
+            logits = functional_call(model, parameters, data[0].unsqueeze(0)).squeeze(0)
             right = torch.arange(len(logits)) == data[1]
             return logits.where(right, 0).sum() - logits.where(~right, -torch.inf).logsumexp(0)
 
@@ -188,7 +186,7 @@ _TRAK = Peer(
     settings={"default": 0.0},
     prepare=Trak,
     unit="mean eigenvalue of the projected gradients' second moment",
-    multiples=_GRID,
+    multiples=tuple(10 ** (2 * i / 3 - 2) for i in range(10)),
 )
 PEERS = (_CG, _LISSA, _TRAK)
 
@@ -211,13 +209,14 @@ def check() -> None:
         lissa = Lissa(model, Classification(), train)
         found = lissa.scores(queries, damping, steps=1500, batch=len(train[0]))
         tiny.agree(f"LiSSA, linear model, damping {damping:g}, dense Hessian", found, expected)
-    model, train, queries = tiny.network()
-    parameters = sum(p.numel() for p in model.parameters())
-    trak = Trak(model, Classification(), train, {"proj_type": "identity", "proj_dim": parameters})
-    for damping in (1e-3, 1e-1):
-        expected = tiny.dense_trak(model, train, queries, damping * parameters)
-        found = trak.scores(queries, damping)
-        tiny.agree(f"TRAK, network, damping {damping:g}, dense", found, expected)
+    for problem in (tiny.network, tiny.picture_network):
+        model, train, queries = problem()
+        parameters = sum(p.numel() for p in model.parameters())
+        trak = Trak(model, Classification(), train, {"proj_type": "identity", "proj_dim": parameters})
+        for damping in (1e-3, 1e-1):
+            expected = tiny.dense_trak(model, train, queries, damping * parameters)
+            found = trak.scores(queries, damping)
+            tiny.agree(f"TRAK, {problem.__name__}, damping {damping:g}, dense", found, expected)
     for bias in (True, False):
         model, train, queries = tiny.network(bias=bias)
         expected = tiny.dense_ekfac(model, train, queries, 1e-2)

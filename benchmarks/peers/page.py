@@ -192,7 +192,7 @@ def _summary(results: Results, peers: Sequence[str], works: Sequence[str]) -> st
             counts = Counter[str]()
             for work in works:
                 result = results[peer].get(work)
-                if result is None or not result["ours"]:
+                if result is None or not result.get("ours"):
                     continue
                 at = setting or rival(result)
                 if setting is None or setting in result["settings"]:
@@ -207,7 +207,7 @@ def _summary(results: Results, peers: Sequence[str], works: Sequence[str]) -> st
     return (
         "whence's defaults less the peer's LDS, on the same resamples of halves and queries. Works on which the 95% "
         "interval of the difference is above zero / undecided / below; a peer whose scores are no numbers counts as "
-        "below us.\n\n"
+        "below us; its best is of its own settings and of the grid.\n\n"
         + table(("", "at its defaults", "at its best", "where whence is below its best"), rows)
     )
 
@@ -332,7 +332,7 @@ def draw(results: Results) -> None:
                 )
                 best = setting == "best"
                 label = f"{words(peer)}, {SETTINGS[setting]}" if peer == OURS else words(peer)
-                colour = ("black", "tab:red")[setting == "default"] if peer == OURS else f"C{number % 10}"
+                colour = ("0.5", "black")[setting == "default"] if peer == OURS else f"C{number % 10}"
                 handles[label] = axis.errorbar(
                     spent,
                     known["lds"],

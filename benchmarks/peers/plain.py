@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.peers import tiny
 from benchmarks.peers.asking import Peer, main
@@ -33,16 +34,15 @@ class Gradients:
 
     def scores(self, queries: Sequence[Tensor], damping: float | None) -> Tensor:
         asked = torch.stack([self._gradient(row) for row in zip(*queries, strict=True)])
-        columns = []
-        for row in zip(*self.train, strict=True):
-            gradient = self._gradient(row)
-            columns.append(asked @ gradient / (gradient.norm() if self.cosine else 1))
-        scores = torch.stack(columns, 1)
-        return scores / asked.norm(dim=1, keepdim=True) if self.cosine else scores
+        columns = [asked @ self._gradient(row) for row in zip(*self.train, strict=True)]
+        return torch.stack(columns, 1)
 
     def _gradient(self, example: Sequence[Tensor]) -> Tensor:
         loss = mean_loss(self.model, self.task, [part.unsqueeze(0) for part in example])
-        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, self.parameters)])
+        gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss, self.parameters)])
+        return (
+            F.normalize(gradient, dim=0) if self.cosine else gradient
+        )  # of an example without loss it is zero
 
 
 class Bm25:

@@ -78,7 +78,7 @@ PEERS = (
         settings={"default": 0.0},
         prepare=Trak,
         unit="mean eigenvalue of the projected gradients' second moment",
-        multiples=tuple(10 ** (i / 2 - 4) for i in range(10)),
+        multiples=tuple(10 ** (2 * i / 3 - 2) for i in range(10)),
     ),
 )
 
