@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whence.attribution.scored import Scored
-from whence.libraries import load_library
+from whence.libraries import data_frame
 
 __all__ = ["Ranking", "Row", "ends_of_rankings", "rank_examples", "top_is_separated"]
 
@@ -75,8 +75,7 @@ class Ranking(Sequence[Row]):
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with a column for every attribute of `Row`; doubts are its ``attrs["doubts"]``."""
-        pandas = load_library("pandas", "pandas", "to make a data frame")
-        frame = pandas.DataFrame([asdict(row) for row in self._rows])
+        frame = data_frame([asdict(row) for row in self._rows])
         frame.attrs["doubts"] = list(self.doubts)
         return frame
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from whence.attribution.doubts import doubts
 from whence.attribution.over_damping import OverDamping
 from whence.attribution.page import render, write_page
+from whence.attribution.plots import Plots
 from whence.attribution.ranking import Ranking, Row, rank_examples
 from whence.attribution.scored import Scored
 from whence.attribution.stability import Stability
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
-from whence.libraries import load_library
+from whence.libraries import data_frame
 from whence.model.memory import half_of_memory
 from whence.report.checks import Validation
 from whence.report.notebook import framed
@@ -348,8 +349,7 @@ class Attribution:
         }
         if self.dot_products is not None:
             columns["dot_product"] = self.dot_products.flatten()
-        pandas = load_library("pandas", "pandas", "to make a data frame")
-        frame = pandas.DataFrame({name: column.numpy() for name, column in columns.items()})
+        frame = data_frame({name: column.numpy() for name, column in columns.items()})
         frame = frame.sort_values(["query", "score"], ascending=[True, False], ignore_index=True)
         frame.attrs["doubts"] = list(self.doubts)
         return frame
@@ -361,6 +361,11 @@ class Attribution:
     def _repr_html_(self) -> str:
         """The page in a frame, for notebooks."""
         return framed(render(self), title=self.title, height=720)
+
+    @property
+    def plot(self) -> Plots:
+        """Figures of this result, by matplotlib: ``ranking()``, ``tokens()``, ``convergence()`` and ``damping()``."""
+        return Plots(self)
 
     def save(self, directory: str | Path) -> Path:
         """Write the result into a directory of its own; `whence.load` reads it back."""
