@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Plots"]
 
 _HELPS, _HARMS = COLOURS[0], COLOURS[1]
-_NAME = 34  # letters of a name beside a score
+_NAME = 44  # letters of a name beside a score
 _LINE = 92  # letters in a line of tokens
 _LETTER, _SIZE = (
     0.602,
@@ -146,7 +146,7 @@ class Plots:
             axes.set_ylim(0, 1.05)
             axes.set_xlabel("damping λ")
             axes.set_ylabel("part of the top ten that is the same")
-            axes.legend()
+            axes.legend(loc="lower right")
         return drawn
 
     def _name(self, index: int) -> str:
@@ -157,5 +157,5 @@ class Plots:
         return shorten(visible(said or f"example {index}"), _NAME)
 
     def _question(self, query: int) -> str:
-        exhibit = self.result.queries[query]
-        return shorten(visible(exhibit.id or f"query {query}"), _NAME)
+        name = self.result.queries[query].id or ""
+        return shorten(visible(name if name != str(query) and name else f"query {query}"), _NAME)
