@@ -49,7 +49,19 @@ docs: $(VENV)/.installed
 	$(VENV)/bin/python -m docs.site docs/_build/html
 
 docs-run: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m docs.run
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m docs.run $(PAGE)
+
+# The wheel is tried in an environment of its own, as a newcomer would: the README's commands, on a model of their own.
+dist: $(VENV)/.installed
+	rm -rf dist .venv-dist
+	$(VENV)/bin/python -m build --outdir dist --no-isolation
+	$(VENV)/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install $(PIP_FLAGS) "$$(ls dist/*.whl)[hf]"
+	cd .venv-dist && PYTHONPATH= ../$(VENV)/bin/python ../tests/newcomer.py newcomer "$$PWD/bin/whence"
+
+matrix:
+	$(PYTHON) tests/matrix.py
 
 # A dependency that no database was asked about is not a safe one: what could not be checked is counted.
 audit: $(VENV)/.installed .venv-audit/.installed
@@ -118,4 +130,4 @@ $(PEERS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints.tx
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .venv-audit $(PEERS:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) .venv-audit .venv-dist .venv-matrix dist docs/_build $(PEERS:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

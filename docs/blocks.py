@@ -47,8 +47,9 @@ def blocks(text: str) -> list[Block]:
 
 
 def ran(text: str) -> str:
-    """A fingerprint of a page's code."""
-    code = "\0".join(block.code for block in blocks(text) if block.reason is None)
+    """A fingerprint of a page's code, whatever its spaces, quotes and last commas, which a formatter may change."""
+    code = "\0".join(re.sub(r"\s+", "", block.code) for block in blocks(text) if block.reason is None)
+    code = re.sub(r",([)\]}])", r"\1", code.replace("'", '"'))
     return hashlib.blake2b(code.encode(), digest_size=8).hexdigest()
 
 
