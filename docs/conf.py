@@ -26,6 +26,7 @@ suppress_warnings = ["config.cache"]
 html_theme = "furo"
 html_title = "whence"
 html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 

@@ -114,3 +114,17 @@ def test_every_option_of_the_command_line_is_explained(options: type):
     page = (ROOT / "docs/command-line.md").read_text()
     names = [f"--{field.name.replace('_', '-')}" for field in fields(options) if field.name != "model"]
     assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_every_public_name_is_in_the_reference():
+    page = (ROOT / "docs/api.md").read_text()
+    listed = re.findall(r"(?m)^\.\. auto(?:class|function):: (\w+)$", page)
+    assert sorted(listed) == sorted(set(whence.__all__) - {"errors"})
+    assert ".. automodule:: whence.errors" in page
+
+
+def test_every_page_is_in_the_site():
+    trees = re.findall(r"(?ms)^```\{toctree\}\n(.*?)^```", (ROOT / "docs/index.md").read_text())
+    listed = {line.split("<")[-1].strip(" >") for tree in trees for line in tree.splitlines() if line and line[0] != ":"}
+    there = {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in (ROOT / "docs").rglob("*.md")}
+    assert listed == there - {"index"}
