@@ -125,6 +125,11 @@ def test_every_public_name_is_in_the_reference():
 
 def test_every_page_is_in_the_site():
     trees = re.findall(r"(?ms)^```\{toctree\}\n(.*?)^```", (ROOT / "docs/index.md").read_text())
-    listed = {line.split("<")[-1].strip(" >") for tree in trees for line in tree.splitlines() if line and line[0] != ":"}
+    listed = {
+        line.split("<")[-1].strip(" >")
+        for tree in trees
+        for line in tree.splitlines()
+        if line and line[0] != ":"
+    }
     there = {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in (ROOT / "docs").rglob("*.md")}
     assert listed == there - {"index"}
