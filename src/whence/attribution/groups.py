@@ -25,7 +25,7 @@ from torch import Tensor
 from whence.attribution.ranking import Ranking, rank_examples
 from whence.attribution.scored import Scored
 from whence.errors import DataError, OptionError
-from whence.libraries import load_library
+from whence.libraries import data_frame
 from whence.model.gauss_newton import GaussNewton
 from whence.progress import track
 
@@ -232,8 +232,7 @@ class Groups:
         """A `pandas.DataFrame`, one row for each query and group, most helpful first."""
         queries, groups = self.effects.shape
         low, high = self.interval()
-        pandas = load_library("pandas", "pandas", "to make a data frame")
-        frame = pandas.DataFrame(
+        frame = data_frame(
             {
                 "query": torch.arange(queries).repeat_interleave(groups).numpy(),
                 "group": list(self.names) * queries,
