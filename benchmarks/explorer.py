@@ -1,4 +1,4 @@
-"""A walk through the explorer in a real browser, with the demo's Llama: seconds from a prompt to passages, and pictures.
+"""A walk through the explorer in a real browser, with the demo's Llama: seconds from prompt to passages, and pictures.
 
     python -m benchmarks.explorer
 
