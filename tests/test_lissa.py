@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
