@@ -149,13 +149,22 @@ def plan(
     epilog="Examples:\n\n"
     "[bold]whence attribute my-model/ --train train.jsonl --queries queries.jsonl --run-dir runs/first[/]\n\n"
     "[bold]whence attribute my-model/ --train speeches/ --prompt 'My fellow' --completion ' citizens' --run-dir b[/]"
-    "\n\n[bold]whence attribute model.py:build --task classification --train images/train --queries odd/[/]",
+    "\n\n[bold]whence attribute model.py:build --task classification --train images/train --queries odd/[/]\n\n"
+    "[bold]whence attribute seeds/*/ --train train.jsonl --queries queries.jsonl --run-dir runs/seeds[/]",
 )
 @takes(InputOptions, Options)
 def attribute_command(
     given: InputOptions,
     options: Options,
     *,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help="More checkpoints: other seeds, or points of one training. Scores are then means over all, with the "
+            "spread between them in every error.",
+        ),
+    ] = None,
     run_dir: RunDir = None,
     report: Report = None,
     top: Top = 5,
@@ -165,7 +174,8 @@ def attribute_command(
     """Find the training examples behind the queries' answers, each with an error bar."""
     if by == "unit":
         options = dataclasses.replace(options, norms=True)
-    _attribute(Command(given, options), run_dir=run_dir, report=report, top=top, by=by, json=json)
+    command = Command(given, options, tuple(more or ()))
+    _attribute(command, run_dir=run_dir, report=report, top=top, by=by, json=json)
 
 
 @app.command(epilog="Example: [bold]whence resume runs/first --trust-run[/]")
@@ -303,12 +313,14 @@ def _attribute(
     def keep(run: Run) -> None:
         if not run.has("result"):  # which nothing is left to repeat of
             run.keep("command", Command, lambda: command)
+        if run.has("command") and run.keep("command", Command, lambda: command).models != command.models:
+            run.put("command", Command, command)  # of several checkpoints, others than before
 
-    inputs = Inputs(command.inputs)
+    inputs = Inputs(command.inputs, command.more)
     page = _beside(report, run_dir, "report.html")
     try:
         result = attribute(
-            inputs.problem.model,
+            inputs.model,
             inputs.train,
             inputs.questions,
             task=inputs.task,
@@ -316,7 +328,7 @@ def _attribute(
             groups=inputs.groups,
             candidates=inputs.candidates,
             class_names=inputs.class_names,
-            training=inputs.training,
+            training=inputs.trainings,
             run_dir=run_dir,
             on_run=keep,
             options=command.options,

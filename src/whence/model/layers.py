@@ -62,7 +62,7 @@ class Matrix:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def pack(self, tensors: Mapping[str, Tensor], lead: Sequence[int] = ()) -> Tensor:
-        """``[*lead, rows, columns]`` from tensors of the parameters' shapes behind ``lead``, or from some rows of them."""
+        """``[*lead, rows, columns]`` from tensors of the parameters' shapes behind ``lead``, or some rows of them."""
         rows, columns = self.shape
         width = columns - (self.bias is not None)
         weight = tensors[self.weight]
@@ -247,7 +247,7 @@ class Passed:
 
     Attributes:
         calls: of layers, by the names of their parameters.
-        others: gradients of the whole batch, for parameters without examples' gradients; what this process holds of them.
+        others: gradients of the whole batch, for parameters without examples' gradients; this process's rows of them.
     """
 
     calls: Mapping[str, Sequence[tuple[Call, str]]]
@@ -343,7 +343,8 @@ class ExampleGradients:
         for matrix in matrices(self.network):
             names = [name for name in matrix.names if name not in self.missing]
             size = math.hypot(*(self.network.norm(expected[name]) for name in names if name in expected))
-            if not all([self._agree(passed, name, expected.get(name), weights, size) for name in names]):
+            agree = [self._agree(passed, name, expected.get(name), weights, size) for name in names]
+            if not all(agree):
                 self.missing |= dict.fromkeys(names, reason)  # of a layer, both or none
 
     def _try_to_share(

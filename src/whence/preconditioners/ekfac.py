@@ -306,9 +306,7 @@ def _root(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
 class _Measured:
     """Two passes over the data.
 
-    Of a model that every process holds whole, each sums over its share of the examples, and sums are added at the end.
-    Of a sharded model, where such sums would be as large as the whole of it, they are added after every micro-batch, and
-    each process keeps its rows.
+    Sums over the examples are `whence.preconditioners.sums`.
     """
 
     def __init__(self, gnh: GaussNewton, draws: _Draws, widest: int, generator: torch.Generator) -> None:
