@@ -335,7 +335,7 @@ def takes(cls: type[MeasureOptions]) -> Callable[[F], F]:
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
         explained = "\n".join(
-            textwrap.fill(f"{each.name}: {each.metadata['help']}", 108, subsequent_indent="    ")
+            textwrap.fill(f"- {each.name}: {each.metadata['help']}", 108, subsequent_indent="  ")
             for each in fields(cls)
         )
         function.__doc__ = (function.__doc__ or "").replace(

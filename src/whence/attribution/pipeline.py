@@ -33,6 +33,7 @@ from whence.attribution.scores import Scores, directions, score_parts, token_sha
 from whence.attribution.several import Models, attribute_several
 from whence.errors import OptionError
 from whence.model.gauss_newton import GaussNewton
+from whence.model.memory import give_back_freed_memory
 from whence.model.selection import ParameterFilter
 from whence.operators import Damped, failures_become_typed
 from whence.options import Budget, Options, Until, chosen_options, takes
@@ -197,7 +198,7 @@ def attribute(
         if run.path is not None and run.has("result"):
             finished = run.path
             return run.told(lambda: load(finished))
-        clock = Stopwatch()
+        clock = Stopwatch(after=give_back_freed_memory)
         with clock.phase("queries"):
             job = in_metric(run, job)
             asked = ask(run, job)

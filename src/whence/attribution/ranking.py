@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whence.attribution.scored import Scored
-from whence.libraries import load_library
+from whence.libraries import data_frame
 
 __all__ = ["Ranking", "Row", "ends_of_rankings", "rank_examples", "top_is_separated"]
 
@@ -113,8 +113,7 @@ class Ranking(Sequence[R]):
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with a column for every attribute of its rows; doubts are its ``attrs["doubts"]``."""
-        pandas = load_library("pandas", "pandas", "to make a data frame")
-        frame = pandas.DataFrame([asdict(cast(Any, row)) for row in self._rows])
+        frame = data_frame([asdict(cast(Any, row)) for row in self._rows])
         frame.attrs["doubts"] = list(self.doubts)
         return frame
 

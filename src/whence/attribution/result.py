@@ -17,12 +17,13 @@ from whence.attribution.doubts import doubts
 from whence.attribution.groups import Grouping, GroupRow, Groups
 from whence.attribution.over_damping import OverDamping
 from whence.attribution.page import render, write_page
+from whence.attribution.plots import Plots
 from whence.attribution.ranking import Ranking, Row, rank_examples
 from whence.attribution.scored import Scored, expects
 from whence.attribution.stability import Stability
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
-from whence.libraries import load_library
+from whence.libraries import data_frame
 from whence.model.memory import half_of_memory
 from whence.report.checks import Validation
 from whence.report.notebook import framed
@@ -493,8 +494,7 @@ class Attribution:
             columns["dot_product"] = self.dot_products.flatten()
         if self.norms is not None:
             columns["unit"] = self._ranked_by("unit").mean.flatten()
-        pandas = load_library("pandas", "pandas", "to make a data frame")
-        frame = pandas.DataFrame({name: column.numpy() for name, column in columns.items()})
+        frame = data_frame({name: column.numpy() for name, column in columns.items()})
         if self.grouping is not None:
             numbers = self.grouping.of[self.indices].repeat(queries).tolist()
             frame["group"] = [None if number < 0 else self.grouping.names[number] for number in numbers]
@@ -509,6 +509,11 @@ class Attribution:
     def _repr_html_(self) -> str:
         """The page in a frame, for notebooks."""
         return framed(render(self), title=self.title, height=720)
+
+    @property
+    def plot(self) -> Plots:
+        """Figures of this result, by matplotlib: ``ranking()``, ``tokens()``, ``convergence()`` and ``damping()``."""
+        return Plots(self)
 
     def save(self, directory: str | Path) -> Path:
         """Write the result into a directory of its own; `whence.load` reads it back."""

@@ -12,7 +12,7 @@ import typer
 
 from whence.attribution import attribute, load
 from whence.attribution.budget import way_for
-from whence.attribution.cost import forecast
+from whence.attribution.cost import forecast, spectrum_terms
 from whence.attribution.damping import first_damping, metric_of
 from whence.attribution.planning import choice_for
 from whence.cleaning import clean, load_cleaning
@@ -98,14 +98,15 @@ def plan(
     shortlist = inputs.candidates
     queries = len(inputs.questions) if inputs.has_queries or inputs.problem.queries else 1
     gnh = inputs.operator(options)
-    gnh = gnh.in_metric(metric_of(gnh, inputs.training, options))
     way = way_for(gnh, queries, options)
     examples = len(gnh.terms) if shortlist is None else len(shortlist)
     made: Plan | None = None
     choice: Choice | None = None
     refine = 1.0
     if damping_sweep or not way.factored:  # EK-FAC needs no spectrum
-        measured = _measure(gnh, options)
+        gnh = gnh.in_metric(metric_of(gnh, inputs.training, options))
+        terms = options.spectrum_terms if damping_sweep else spectrum_terms(gnh, queries, options)
+        measured = _measure(gnh, dataclasses.replace(options, spectrum_terms=terms))
         damping, _ = first_damping(options.damping, inputs.training, measured, gnh)
         choice = choice_for(gnh, measured, damping, queries, options)
         refine = choice.of("lissa").refine if options.refine is None else options.refine

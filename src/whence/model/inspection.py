@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 #: What a tensor may take of a CPU's cache.
-_CACHE = 8 * 2**20
+_CACHE = 3 * 2**20
 _LARGEST_MICRO_BATCH = 1024
 #: Directions in which the curvature of a loss is looked at, for every example.
 _DIRECTIONS = 4
