@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
-PEERS := kronfluence dattri bergson
+PEERS := kronfluence bergson dattri traker pydvl captum
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
 # What `make reproduce` makes, and how: see `python -m reproduction --help`.
@@ -92,11 +92,14 @@ gpu-check: $(VENV)/.installed
 
 # Every peer is asked in an environment of its own; what it answered is judged in ours.
 peers: $(VENV)/.installed $(PEERS:%=.venv-%/.installed)
-	set -e; for peer in $(PEERS); do \
-	  .venv-$$peer/bin/python -m benchmarks.peers.$$peer --check; \
-	  OMP_NUM_THREADS=1 .venv-$$peer/bin/python -m benchmarks.peers.$$peer; done
+	set -e; for peer in $(PEERS); do for way in --check --mislabels ""; do \
+	  OMP_NUM_THREADS=1 .venv-$$peer/bin/python -m benchmarks.peers.$$peer $$way; done; done
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.peers.plain
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.peers.ours
 	$(VENV)/bin/python -m benchmarks.peers
+	$(VENV)/bin/python -m benchmarks.mislabels peers
 	$(VENV)/bin/python -m benchmarks.peers.interleaved
+	$(VENV)/bin/python -m benchmarks.peers.page
 
 # Pages are tested in a real browser. Where it is missing and may be installed, it is.
 browser:

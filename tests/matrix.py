@@ -3,8 +3,8 @@
     python tests/matrix.py [PYTHON …]      # such as 3.10 3.13; all that are found by default
 
 Every pair gets an environment under ``.venv-matrix/`` with the base dependencies alone. pip looks where it always
-does: PIP_INDEX_URL and PIP_FIND_LINKS can name a place with builds for the CPU. A pair that pip cannot install, or whose
-torch does not start, is reported, and is no failure of whence.
+does: PIP_INDEX_URL and PIP_FIND_LINKS can name a place with builds for the CPU. A pair that pip cannot install, or
+whose torch does not start, is reported, and is no failure of whence.
 """
 
 from __future__ import annotations

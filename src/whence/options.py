@@ -201,7 +201,7 @@ class Options(RunOptions):
         "auto",
         "What all may cost: a multiple of the quick answer's cost, or a time, such as 5min. By default 2.5, and at "
         "least half a minute's work, with accuracy='auto', and no limit with an accuracy that is named; of 'until', "
-        "eight times the first round.",
+        "eight times the first round. Of several checkpoints, each of them.",
         common=True,
     )
     chains: int = option(

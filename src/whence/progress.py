@@ -122,16 +122,22 @@ def track(items: Sequence[T], description: str) -> Iterator[T]:
 class Stopwatch:
     """How long each phase of a job takes.
 
+    Args:
+        after: what to do at the end of every phase.
+
     Attributes:
         seconds: phase -> duration, added up where a phase is entered again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, after: Callable[[], object] | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self._after = after
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add what this takes to a phase's time."""
         begun = time.perf_counter()
         yield
+        if self._after is not None:
+            self._after()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun

@@ -107,8 +107,10 @@ class Plots:
             for start, at, word, share in words:
                 ground = (_HELPS if share > 0 else _HARMS) + f"{round(200 * abs(share)):02x}"
                 axes.barh(at, len(word), 0.86, start, color=ground, linewidth=0)
-                text = axes.text(start, at, word, family="DejaVu Sans Mono", fontsize=_SIZE, parse_math=False)
-                text.set_verticalalignment("center_baseline")
+                drawn_word = axes.text(
+                    start, at, word, family="DejaVu Sans Mono", fontsize=_SIZE, parse_math=False
+                )
+                drawn_word.set_verticalalignment("center_baseline")
             title = f"{self._name(index)}: score {float(result.scores[query, index]):.3g} for {self._question(query)}"
             axes.set_title(title, loc="left", x=1 / (_LINE + 2), parse_math=False)
         return drawn

@@ -283,7 +283,7 @@ class Network:
         *,
         keep_graph: bool = False,
     ) -> tuple[Sequence[Tensor | None], dict[str, Tensor]]:
-        """Gradients at edges of the graph, None where there is none, and of parameters; not in the metric's coordinates.
+        """Gradients at edges of the graph, None where there is none, and of parameters; as if there were no metric.
 
         Args:
             outputs: of this process's share of the examples.

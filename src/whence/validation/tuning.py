@@ -22,6 +22,7 @@ from whence.attribution import Attribution, attribute
 from whence.distributed import one_process
 from whence.errors import DataError, OptionError
 from whence.libraries import data_frame
+from whence.model.inspection import check_mode
 from whence.model.selection import ParameterFilter
 from whence.options import MeasureOptions, chosen_options, takes
 from whence.runs.files import given_path
@@ -257,6 +258,7 @@ def tune(
         (12, True)
     """
     one_process("tune")
+    check_mode(model)
     chosen = chosen_options(MeasureOptions, options, given)
     grid = _grid(multiples)
     if type(halves) is not int or halves < _LEAST_HALVES:
