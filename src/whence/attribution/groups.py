@@ -2,7 +2,7 @@
 
 Influence is additive: leaving out a group G changes a query's loss by about the sum of its examples' effects, which is
 the score of the group's summed gradient, ``Σ_{z ∈ G} w_z ∇ℓ(z)`` with ``w_z = z's terms / all terms``. Its error is
-that of this one score (docs/math.md, "Groups of examples"); the errors of single examples are not independent of each other.
+that of this one score (docs/math.md, "Groups of examples"), since those of single examples are not independent.
 
 * Independent chains: each has its own sum, and their spread is the error.
 * A certificate: as of a single example, from the length of the summed gradient, ``b ‖Σ w_z ∇ℓ(z)‖ / √Tr(H)``. Where
