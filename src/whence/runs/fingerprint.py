@@ -32,7 +32,7 @@ def of_model(model: nn.Module) -> str:
     digest = hashlib.blake2b(kind.__qualname__.encode())
     for name, tensor in {**dict(model.named_buffers()), **model.state_dict()}.items():
         digest.update(name.encode())
-        for part in parts(tensor):
+        for part in parts(_whole(tensor)):
             for piece in _pieces(part):
                 digest.update(piece)
     return digest.hexdigest()[:16]
@@ -65,10 +65,16 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("", text)
 
 
+def _whole(tensor: Any) -> Tensor:
+    """The tensor itself, or the whole of one that is sharded over processes; all of them call it."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
 def _pieces(value: Any) -> Iterable[bytes | memoryview]:
     """The value's bytes; every container and array says first what it is and how large."""
     if isinstance(value, Tensor):
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value  # sharded over processes
+        value = _whole(value)
         flat = value.detach().cpu().contiguous().reshape(-1)
         yield f"tensor{tuple(value.shape)}{value.dtype}".encode()
         if flat.numel():
