@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.arguments import checked
 from whence.attribution import Attribution
 from whence.attribution import attribute as attribute_model
 from whence.errors import DataError, ModelError, OptionError
@@ -52,6 +53,7 @@ _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k")
 _COMPARED, _LOOKED_AT, _KINDS, _LEFT_OUT = 16, 256, 32, -100
 
 
+@checked()
 def attribute(
     trainer: Any,
     queries: Sequence[Mapping[str, Any]],

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.arguments import check_fields
 from whence.errors import OptionError
 from whence.sources.files import refusing
 from whence.vectors import ParamVector
@@ -58,6 +59,7 @@ class Training:
     root_moment: ParamVector | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, value, fine in (
             ("rate", self.rate, self.rate > 0),
             ("steps", self.steps, self.steps >= 1),

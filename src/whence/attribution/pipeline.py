@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from whence.arguments import checked
 from whence.attribution.budget import choose_way
 from whence.attribution.damping import Weighed, in_metric, weigh
 from whence.attribution.exhibits import Describe, class_name, describer
@@ -54,6 +55,7 @@ _ROUNDS = 8.0
 @takes(Options)
 @one_at_a_time
 @failures_become_typed()
+@checked("model", "task", "params", "candidates", "run_dir", "options")
 def attribute(
     model: nn.Module,
     train: Any,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.arguments import checked
 from whence.attribution.doubts import doubts
 from whence.attribution.over_damping import OverDamping
 from whence.attribution.page import render, write_page
@@ -146,6 +147,7 @@ class Attribution:
         """Of the standard errors: one less than the number of chains; infinite for a deterministic solver."""
         return self.scored.degrees_of_freedom
 
+    @checked()
     def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
         """Ends of the confidence intervals, ``[queries, train]`` each."""
         width = self._spread(self.scored.half_width(confidence))
@@ -168,6 +170,7 @@ class Attribution:
         damping, scores = self.solve.plan.damping, self.scored.mean
         return self._spread(self.stability.stderr(scores, self.indices, damping))
 
+    @checked()
     def over_damping(self, dampings: Sequence[float] | None = None) -> OverDamping:
         """Scores and rankings for other λ, from the products of this solve.
 
@@ -260,6 +263,7 @@ class Attribution:
 
     # --- rankings ----------------------------------------------------------------------------------------
 
+    @checked()
     def top(
         self, k: int = 5, *, query: int | None = None, harmful: bool = False, confidence: float = 0.95
     ) -> Ranking:
@@ -286,6 +290,7 @@ class Attribution:
                 rows.append(self._row(q, rank, position, width, apart, harmful=harmful))
         return Ranking(rows, self.doubts)
 
+    @checked()
     def row(self, query: int, index: int, *, confidence: float = 0.95) -> Row:
         """Any scored example's place among the most helpful of a query."""
         found = (self.indices == index).nonzero().flatten()
@@ -354,6 +359,7 @@ class Attribution:
         frame.attrs["doubts"] = list(self.doubts)
         return frame
 
+    @checked("path")
     def to_html(self, path: str | Path) -> Path:
         """Write the page: one self-contained file. Returns its path."""
         return write_page(render(self), path)
@@ -362,6 +368,7 @@ class Attribution:
         """The page in a frame, for notebooks."""
         return framed(render(self), title=self.title, height=720)
 
+    @checked("directory")
     def save(self, directory: str | Path) -> Path:
         """Write the result into a directory of its own; `whence.load` reads it back."""
         with Run(directory, dict(self.settings), identity={}) as run:
@@ -400,6 +407,7 @@ def _correlation(a: Tensor, b: Tensor) -> Tensor:
     return result
 
 
+@checked("directory")
 def load(directory: str | Path) -> Attribution:
     """Read a saved attribution, or a run directory; of one that is not finished its quick answer, where it has one.
 

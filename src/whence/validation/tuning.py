@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.arguments import checked
 from whence.attribution import Attribution, attribute
 from whence.distributed import one_process
 from whence.errors import DataError, OptionError
@@ -188,6 +189,7 @@ class Tuning:
 
 @takes(MeasureOptions)
 @one_at_a_time
+@checked("model", "task", "params", "trainer", "halves", "seeds", "multiples", "directory", "options")
 def tune(
     model: nn.Module,
     train_set: Any,
