@@ -5,6 +5,7 @@ the trace, and chains that met different examples must be alike. And that what c
 their spread. A model that is certain of its data breaks the first, few or equal examples the second.
 The quick answer's error is one of energy, and is shared out by the scores' own size: that too
 supposes many examples, and that what they see of the solution is more than its error.
+Weights of 16 bits are a third reason: bars are about the weights as they are, not about those that were rounded.
 ``python -m benchmarks.coverage certain`` measures how often bars hold where nothing is doubted here.
 """
 
@@ -26,13 +27,21 @@ _HIDDEN = 4.0
 #: Of the quick answer: the fewest different examples that its error is an average over, and how much of the solution's
 #: energy they must see, in units of the error's.
 _FEWEST, _SEEN = 20, 0.8
+#: The least correlation with scores of weights that are rounded otherwise.
+_ROUNDED = 0.99
 #: Examples that are looked at for that; and what is rounding, in the largest score.
 _LOOKED_AT, _ROUNDING = 2000, 1e-5
 
 
 def doubts(result: Attribution) -> tuple[str, ...]:
     """Why the intervals of a result may not hold; empty where nothing speaks against them."""
-    found = (_few_examples(result), _no_gradient(result), _common_error(result), _unseen_error(result))
+    found = (
+        _few_examples(result),
+        _no_gradient(result),
+        _common_error(result),
+        _unseen_error(result),
+        _rounded_weights(result),
+    )
     return tuple(filter(None, found))
 
 
@@ -86,6 +95,18 @@ def _unseen_error(result: Attribution) -> str:
     return (
         f"{beginning} most of the solution lies where the training examples have no curvature, and its error "
         f"there is larger than all that scores see of it. {end}"
+    )
+
+
+def _rounded_weights(result: Attribution) -> str:
+    if result.rounding is None or not bool((result.rounding < _ROUNDED).any()):
+        return ""
+    lost = [str(q) for q, agreement in enumerate(result.rounding.tolist()) if agreement < _ROUNDED]
+    whose = f"query {lost[0]}" if len(lost) == 1 else f"queries {', '.join(lost)}"
+    return (
+        f"The intervals are about the weights as they are, of 16 bits. Rounded otherwise in their last bit, scores of "
+        f"{whose} would have a correlation of {float(result.rounding.min()):.2f} with these. If the weights were rounded "
+        "after training, attribute the model of before, in float32."
     )
 
 

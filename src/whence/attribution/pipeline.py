@@ -27,6 +27,7 @@ from whence.attribution.job import Candidates, Job, check_own_solver, query_term
 from whence.attribution.planning import SCALE, Planned, make_factors, make_plan, measure, plan_quick
 from whence.attribution.ranking import ends_of_rankings, top_is_separated
 from whence.attribution.result import Attribution, Solve, load
+from whence.attribution.rounding import measure_rounding
 from whence.attribution.scored import Scored
 from whence.attribution.scores import Scores, directions, score_parts, token_shares
 from whence.errors import DataError, ModelError
@@ -410,5 +411,6 @@ def conclude(
         seconds=clock.seconds,
         norms=scores.norms,
         stability=weighed.stability,
+        rounding=measure_rounding(gnh, solved.chains[0], job.positions, scores.chains[0]),
     )
     return run.keep(name, Attribution, lambda: result)

@@ -92,6 +92,8 @@ class Attribution:
         validation: what `whence.validate` found, for the page; None where it was not run.
         norms: length of every scored example's gradient, where the errors need it.
         stability: how far scores depend on which half of the data H is measured on; None where it was not measured.
+        rounding: of each query, the correlation of scores with those of weights that are rounded otherwise; None where
+            weights are not of fewer bits than float32.
     """
 
     chain_scores: Tensor
@@ -116,6 +118,7 @@ class Attribution:
     validation: Validation | None = field(default=None, metadata={"saved": False})
     norms: Tensor | None = None
     stability: Stability | None = None
+    rounding: Tensor | None = None
 
     def __repr__(self) -> str:
         queries, scored = self.chain_scores.shape[1:]

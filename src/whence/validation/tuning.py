@@ -253,12 +253,12 @@ def tune(
     one_process("tune")
     chosen = chosen_options(MeasureOptions, options, given)
     grid = _grid(multiples)
-    if type(halves) is not int or halves < _LEAST_HALVES:
+    if type(halves) is not int or not _LEAST_HALVES <= halves < 2**20:
         raise OptionError(
             f"halves is {halves!r}; λ is chosen on one part of them and judged on the rest, which needs at least "
             f"{_LEAST_HALVES}, better 20"
         )
-    if type(seeds) is not int or seeds < 1:
+    if type(seeds) is not int or not 1 <= seeds < 2**20:
         raise OptionError(f"seeds is {seeds!r}; say how many models to train on each half, at least 1")
     if not callable(trainer):
         raise OptionError(f"trainer is a {type(trainer).__name__}; give a function trainer(subset, seed)")

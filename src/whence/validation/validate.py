@@ -109,6 +109,8 @@ def validate(
     """
     one_process("validate")
     check_options(budget_seconds, points)
+    if not 0 <= seed < 2**40:
+        raise OptionError(f"seed is {seed}; give a whole number from 0 to 2^40")
     settings = result.settings
     gnh = GaussNewton(
         model,
