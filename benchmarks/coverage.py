@@ -64,6 +64,7 @@ FEW: dict[str, Callable[[list[Any]], list[Any]]] = {
     "50 equal": lambda examples: examples[:1] * 50,
     "10 examples": lambda examples: examples[:10],
 }
+SETTINGS: tuple[float | str, ...] = (*FACTORS, *FEW)
 #: What is asked of `attribute`; "quick" is the quick answer.
 ASKED: dict[str, dict[str, Any]] = {
     "cg": {"solver": "cg"},
@@ -235,10 +236,10 @@ def of_certain(
     return rows
 
 
-def on_certain_models(seeds: range, solvers: Sequence[str]) -> None:
+def on_certain_models(seeds: range, solvers: Sequence[str], settings: Sequence[float | str]) -> None:
     """Shown and saved, after every setting: LiSSA takes long where few examples carry the curvature.
 
-    Rows of other solvers that were saved with the same seeds are kept.
+    Rows of other solvers and settings that were saved with the same seeds are kept.
     """
     name = "coverage_certain" + (f"_{seeds.start}" if seeds.start else "")
     path, about = RESULTS / f"{name}.json", {"first_seed": seeds.start, "seeds": len(seeds)}
@@ -246,14 +247,16 @@ def on_certain_models(seeds: range, solvers: Sequence[str]) -> None:
     if path.exists():
         saved = json.loads(path.read_text())["results"]
         if {name: saved.get(name) for name in about} == about:
-            rows = [row for row in saved["rows"] if row["solver"] not in solvers]
+            rows = [
+                row for row in saved["rows"] if row["solver"] not in solvers or row["setting"] not in settings
+            ]
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", WhenceWarning
         )  # that estimates contradict each other, which a result doubts
         for certain in CERTAIN:
             trained = work(certain).fit(range(len(work(certain).train_set())), seeds.start).model
-            for setting in (*FACTORS, *FEW):
+            for setting in settings:
                 rows += of_certain(certain, trained, setting, solvers, seeds)
                 save(
                     name,
@@ -262,8 +265,17 @@ def on_certain_models(seeds: range, solvers: Sequence[str]) -> None:
     report(
         f"share of exact scores within 95% intervals, {CERTAIN_QUERIES} queries × {len(seeds)} seeds, last layer "
         "multiplied or data that say little",
-        ("work", "last layer ×, or data", "precision", "solver", "within", "doubted", "refused", "passes",
-         "≥ 0.9, or told"),
+        (
+            "work",
+            "last layer ×, or data",
+            "precision",
+            "solver",
+            "within",
+            "doubted",
+            "refused",
+            "passes",
+            "≥ 0.9, or told",
+        ),
         [
             (
                 row["work"],
@@ -346,13 +358,16 @@ def main() -> None:
     parser.add_argument(
         "--solvers", nargs="*", choices=list(ASKED), default=list(ASKED), help="on certain models"
     )
+    names = [str(setting) for setting in SETTINGS]
+    parser.add_argument("--settings", nargs="*", choices=names, default=names, help="of certain models")
     options = parser.parse_args()
     torch.set_num_threads(1)  # many small products
     if options.which in ("digits", "all"):
         on_digits(options.seeds)
     if options.which in ("certain", "all"):
         first = options.first_seed
-        on_certain_models(range(first, first + min(options.seeds, 3)), options.solvers)
+        chosen = [each for each in SETTINGS if str(each) in options.settings]
+        on_certain_models(range(first, first + min(options.seeds, 3)), options.solvers, chosen)
     if options.which in ("larger", "all"):
         whence.keep_freed_memory()
         on_larger_models()

@@ -96,7 +96,15 @@ def main() -> None:
             save("precision", {"words": WORDS, "train": TRAIN, "queries": QUERIES, "rows": rows})  # so far
     report(
         "Lowest correlation of a query's scores",
-        ["steps", "setting", "dtype", "with float32", "with float32 of the rounded parameters", "foretold", "doubted"],
+        [
+            "steps",
+            "setting",
+            "dtype",
+            "with float32",
+            "with float32 of the rounded parameters",
+            "foretold",
+            "doubted",
+        ],
         [[f"{value:.5f}" if isinstance(value, float) else value for value in row.values()] for row in rows],
     )
 

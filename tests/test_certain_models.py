@@ -231,7 +231,9 @@ def test_a_plan_of_lissa_for_days_is_refused_before_it_begins() -> None:
     options = {"task": Classification(), "damping": "lambda_max/300", "baseline": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WhenceWarning)
-        with pytest.raises(OptionError, match=r"LiSSA would go over the data [\d,]{5,} times.*gradients \d times"):
+        with pytest.raises(
+            OptionError, match=r"LiSSA would go over the data [\d,]{5,} times.*gradients \d times"
+        ):
             attribute(model, data, data[:3], solver="lissa", **options)
         assert attribute(model, data, data[:3], **options).solve.solver == "cg"
 

@@ -13,9 +13,9 @@ from torch import nn
 import whence
 from dense import dense_gauss_newton
 from whence import Classification, GaussNewton, Options, ParamVector, attribute, load, validate
+from whence.attribution import strain
 from whence.attribution.damping import GUESS, RECIPE, STRAIN, first_damping, metric_of, raise_for
 from whence.attribution.stability import measure_stability
-from whence.attribution import strain
 from whence.attribution.strain import PROBES, measure_strain
 from whence.errors import OptionError
 from whence.model.second_moment import BATCH, factored, root_second_moment

@@ -13,7 +13,6 @@ from torch import nn
 import whence
 from whence import Attribution, Classification, attribute
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:the spectrum's estimates contradict")  # few examples are left
 
 
@@ -38,17 +37,24 @@ def asked(model: nn.Module, data: list[tuple[torch.Tensor, int]], run_dir: Path 
     random = torch.Generator().manual_seed(5)
     queries = [(torch.randn(4, generator=random).bfloat16().to(dtype), k % 2) for k in range(3)]
     return attribute(
-        model, given, queries, task=Classification(), solver="cg", damping=0.01, accuracy=0.99999, run_dir=run_dir
+        model,
+        given,
+        queries,
+        task=Classification(),
+        solver="cg",
+        damping=0.01,
+        accuracy=0.99999,
+        run_dir=run_dir,
     )
 
 
 def agreement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.stack(
-        [torch.corrcoef(torch.stack(pair).double())[0, 1] for pair in zip(a, b, strict=True)]
-    )
+    return torch.stack([torch.corrcoef(torch.stack(pair).double())[0, 1] for pair in zip(a, b, strict=True)])
 
 
-@pytest.mark.parametrize(("steps", "dtype"), [(10, torch.bfloat16), (300, torch.bfloat16), (300, torch.float16)])
+@pytest.mark.parametrize(
+    ("steps", "dtype"), [(10, torch.bfloat16), (300, torch.bfloat16), (300, torch.float16)]
+)
 def test_what_rounding_cost_is_foretold(steps: int, dtype: torch.dtype) -> None:
     model, data = trained(steps)
     exact, rounded = asked(model, data), asked(copy.deepcopy(model).to(dtype), data)

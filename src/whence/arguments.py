@@ -10,6 +10,7 @@ import inspect
 import numbers
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import cache, wraps
 from itertools import islice
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -26,7 +27,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 _LOOKED_AT = 100
 #: What numbers may be, by the annotation: numpy's too.
 _NUMBERS: dict[Any, tuple[type, ...]] = {int: (numbers.Integral,), float: (numbers.Real,)}
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", types.NoneType: "None"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "True or False",
+    types.NoneType: "None",
+}
 
 
 def checked(*own: str) -> Callable[[F], F]:
@@ -67,15 +74,16 @@ def checked(*own: str) -> Callable[[F], F]:
 
 def check_fields(settings: Any, *own: str) -> None:
     """The same for the fields of a dataclass, in its ``__post_init__``."""
-    for name, hint in _fields(type(settings)).items():
+    cls: Any = type(settings)
+    for name, hint in _fields(cls).items():
         if name not in own:
             _check(name, getattr(settings, name), hint)
 
 
 @cache
-def _fields(cls: type) -> dict[str, Any]:
+def _fields(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    return {name: hints[name] for name in cls.__dataclass_fields__}
+    return {each.name: hints[each.name] for each in fields(cls)}
 
 
 def _check(name: str, value: Any, hint: Any) -> None:
@@ -85,7 +93,8 @@ def _check(name: str, value: Any, hint: Any) -> None:
         raise OptionError(f"{name} is {shown}; it must be {_words(hint)}")
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(given: object, hint: Any) -> bool:
+    value: Any = given
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, each) for each in inside)
@@ -102,9 +111,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return value is None
     if kind is Any or not isinstance(kind, type):
         return True
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(given, (bool, np.bool_)):
         return kind in (bool, object)
-    if not isinstance(value, _NUMBERS.get(kind, (kind,))):
+    if not isinstance(given, _NUMBERS.get(kind, (kind,))):
         return False
     if kind in (Sequence, list) and inside:
         return not isinstance(value, (str, bytes)) and all(

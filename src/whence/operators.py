@@ -207,7 +207,9 @@ class FiniteSum(LinearOperator):
     @checked()
     def __init__(self, matrices: Tensor | Sequence[Tensor], template: ParamVector | None = None) -> None:
         if (isinstance(matrices, Tensor) and matrices.ndim != 3) or len(matrices) == 0:
-            raise OptionError("matrices are a list of at least one square matrix, or a tensor of them, [terms, n, n]")
+            raise OptionError(
+                "matrices are a list of at least one square matrix, or a tensor of them, [terms, n, n]"
+            )
         self.matrices = matrices if isinstance(matrices, Tensor) else torch.stack(list(matrices))
         self._template = template
         self.mean = Dense(self.matrices.mean(0), template)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whence.arguments import check_fields
 from whence.errors import OptionError
+from whence.runs.fingerprint import of_value
 from whence.sources.files import refusing
 from whence.vectors import ParamVector
 
@@ -77,8 +78,8 @@ class Training:
     @property
     def identity(self) -> str:
         """What a run is recognised by."""
-        moment = 0.0 if self.root_moment is None else float(self.root_moment.norm())
-        return f"{self.rate:.9g} {self.steps} {self.momentum:g} {self.weight_decay:g} {self.adaptive} {moment:.9g}"
+        moment = "" if self.root_moment is None else of_value(self.root_moment)
+        return f"{self.rate:.9g} {self.steps} {self.momentum:g} {self.weight_decay:g} {self.adaptive} {moment}".strip()
 
     @classmethod
     def read(cls, source: Any, model: nn.Module | None = None) -> Training:

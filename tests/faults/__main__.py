@@ -35,7 +35,9 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", default=["processes", "damage", "kills"])
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--times", type=int, default=20, help="processes to kill, of every kind")
-    parser.add_argument("--results", type=Path, help="keeps the counts, and what is there is not counted again")
+    parser.add_argument(
+        "--results", type=Path, help="keeps the counts, and what is there is not counted again"
+    )
     given = parser.parse_args()
     parts: dict[str, Callable[[Kind, Path], Any]] = {
         "kills": kill_everywhere,
@@ -63,7 +65,8 @@ def main() -> int:
             wrong += len(row["wrong"])
             said = [f"{row[what]:,} {what}" for what in row if what not in ("wrong", "seconds", "code")]
             print(
-                f"{name}, {part}: {', '.join(said)}, {len(row['wrong'])} wrong, {row['seconds']} s", flush=True
+                f"{name}, {part}: {', '.join(said)}, {len(row['wrong'])} wrong, {row['seconds']} s",
+                flush=True,
             )
             for each in row["wrong"][:5]:
                 print(f"    {each}", flush=True)

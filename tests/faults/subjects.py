@@ -143,9 +143,7 @@ KINDS: dict[str, Kind] = {
     "tune": Kind("tune", {"halves": 6, "multiples": [0.25, 4.0]}),
     "validate": Kind("validate", {**_SMALL, "solver": "cg", "product": "exact"}),
     "two processes": Kind("attribute", {**_SMALL, "solver": "cg"}, ranks=2),
-    "sharded": Kind(
-        "attribute", {**_SMALL, "solver": "cg", "method": "directional"}, ranks=2, sharded=True
-    ),
+    "sharded": Kind("attribute", {**_SMALL, "solver": "cg", "method": "directional"}, ranks=2, sharded=True),
 }
 
 

@@ -11,6 +11,7 @@ Weights of 16 bits are a third reason: bars are about the weights as they are, n
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,9 +25,11 @@ __all__ = ["doubts"]
 _UNCERTAIN = 0.25
 #: By how much what the chains' start left behind may exceed their spread, which does not show it.
 _HIDDEN = 4.0
-#: Of the quick answer: the fewest different examples that its error is an average over, and how much of the solution's
-#: energy they must see, in units of the error's.
-_FEWEST, _SEEN = 20, 0.8
+#: The fewest examples that an error may be an average over: different ones, of the quick answer; of chains, those that
+#: carry the curvature, of which there are as many as all terms over the constant C of the batches' noise.
+_FEWEST = 20
+#: How much of the solution's energy examples must see, in units of the quick answer's error.
+_SEEN = 0.8
 #: The least correlation with scores of weights that are rounded otherwise.
 _ROUNDED = 0.99
 #: Examples that are looked at for that; and what is rounding, in the largest score.
@@ -48,10 +51,20 @@ def doubts(result: Attribution) -> tuple[str, ...]:
 def _few_examples(result: Attribution) -> str:
     spectrum, drawn = result.solve.plan.spectrum, result.solve.by_curvature
     uncertain = spectrum.trace.stderr > _UNCERTAIN * spectrum.trace.value or bool(spectrum.inconsistencies())
+    constant = spectrum.sampling_constant
+    carrying = math.inf
+    if constant is not None and constant.value > 0 and len(result.chain_scores) > 1:
+        carrying = result.num_terms / constant.value
     # Drawn by curvature, the trace is known well: of what is drawn often, and of nothing else.
-    if not (uncertain or drawn):
+    if not (uncertain or drawn or carrying < _FEWEST):
         return ""
-    known = "batches were drawn by it" if drawn else f"its trace is known to {spectrum.trace} only"
+    known = f"its trace is known to {spectrum.trace} only"
+    if drawn or not uncertain:
+        known = (
+            "batches were drawn by it"
+            if drawn
+            else f"no more than {carrying:.0f} terms, by the batches' noise"
+        )
     return (
         "The intervals cannot be trusted: the model is so certain of most of its training data that a few examples "
         f"carry the curvature ({known}). Scores may be right, but their errors may be larger than shown. What is "
@@ -105,8 +118,8 @@ def _rounded_weights(result: Attribution) -> str:
     whose = f"query {lost[0]}" if len(lost) == 1 else f"queries {', '.join(lost)}"
     return (
         f"The intervals are about the weights as they are, of 16 bits. Rounded otherwise in their last bit, scores of "
-        f"{whose} would have a correlation of {float(result.rounding.min()):.2f} with these. If the weights were rounded "
-        "after training, attribute the model of before, in float32."
+        f"{whose} would have a correlation of {float(result.rounding.min()):.2f} with these. If the weights were "
+        "rounded after training, attribute the model of before, in float32."
     )
 
 

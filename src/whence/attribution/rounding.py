@@ -26,7 +26,9 @@ __all__ = ["measure_rounding"]
 _EXAMPLES, _FEWEST = 64, 8
 
 
-def measure_rounding(gnh: GaussNewton, solution: ParamVector, positions: Tensor, scores: Tensor) -> Tensor | None:
+def measure_rounding(
+    gnh: GaussNewton, solution: ParamVector, positions: Tensor, scores: Tensor
+) -> Tensor | None:
     """The correlation of scores with those of weights that are rounded otherwise, for each query.
 
     Args:

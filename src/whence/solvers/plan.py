@@ -122,7 +122,12 @@ class Plan:
                 raise OptionError(f"{name} must be a positive number, got {value}")
         for name in ("batch_size", "num_steps", "chains"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value != int(value) or value < 1:
+            if (
+                not isinstance(value, (int, float))
+                or not math.isfinite(value)
+                or value != int(value)
+                or value < 1
+            ):
                 raise OptionError(f"{name} must be a whole number of at least 1, got {value}")
 
     @classmethod

@@ -223,7 +223,9 @@ def sketch(
     if variant not in ("dense", "concatenated"):
         raise OptionError(f"variant is {variant!r}; it must be 'dense' or 'concatenated'")
     if not 2 <= dimension < 2**20 or at_once < 1:
-        raise OptionError(f"a sketch needs dimension from 2 to 2^20 and at_once ≥ 1, got {dimension} and {at_once}")
+        raise OptionError(
+            f"a sketch needs dimension from 2 to 2^20 and at_once ≥ 1, got {dimension} and {at_once}"
+        )
     if not 0 <= seed < 2**40:
         raise OptionError(f"seed is {seed}; give a whole number from 0 to 2^40")
     space = operator.zeros()

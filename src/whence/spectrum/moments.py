@@ -117,5 +117,6 @@ def _drawn(operator: LinearOperator, batch_size: int | None, generator: torch.Ge
 
 
 def check_probes(probes: int) -> None:
+    """Refuse numbers of probes that no error can be told from, or that are beyond all."""
     if not 2 <= probes < 2**40:
         raise OptionError(f"probes is {probes}; a standard error needs at least 2, and 64 are many")
