@@ -33,6 +33,7 @@ from whence.tasks import (
     LanguageModeling,
     MaskedLanguageModeling,
     Preference,
+    Questions,
     Regression,
     SequenceToSequence,
     Task,
@@ -65,6 +66,7 @@ __all__ = [
     "ParamVector",
     "Plan",
     "Preference",
+    "Questions",
     "Regression",
     "SequenceToSequence",
     "Solution",
@@ -90,4 +92,4 @@ __all__ = [
     "tune",
     "validate",
 ]
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

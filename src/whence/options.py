@@ -201,7 +201,7 @@ class Options(RunOptions):
         "auto",
         "What all may cost: a multiple of the quick answer's cost, or a time, such as 5min. By default 2.5, and at "
         "least half a minute's work, with accuracy='auto', and no limit with an accuracy that is named; of 'until', "
-        "eight times the first round.",
+        "eight times the first round. Of several checkpoints, each of them.",
         common=True,
     )
     chains: int = option(
@@ -220,6 +220,12 @@ class Options(RunOptions):
         "auto", "How examples are scored: auto, directional, layers or gradients.", plan=False
     )
     baseline: bool = option(True, "Also compute plain gradient dot products, to compare with.", common=True)
+    norms: bool = option(
+        False,
+        "Also measure the length of every example's gradient, for rankings by='unit', where the solver does not need "
+        "it anyway (conjugate gradients do).",
+        plan=False,
+    )
     shown: int = option(
         20, "Examples at each end of a ranking that are kept for the page.", common=True, plan=False
     )
@@ -329,7 +335,7 @@ def takes(cls: type[MeasureOptions]) -> Callable[[F], F]:
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
         explained = "\n".join(
-            textwrap.fill(f"{each.name}: {each.metadata['help']}", 108, subsequent_indent="    ")
+            textwrap.fill(f"- {each.name}: {each.metadata['help']}", 108, subsequent_indent="  ")
             for each in fields(cls)
         )
         function.__doc__ = (function.__doc__ or "").replace(

@@ -7,12 +7,15 @@ much of their error, so a difference is judged chain by chain.
 ``b ‖∇ℓ(z)‖ / √Tr(H)`` (`Certificate.score_error`): proven on average over examples, shared out by the length of their
 gradients. (The bound that holds for each of them is `Attribution.bounds`.)
 
+*Several checkpoints.* Their scores stand for chains, and the solver's error, as far as they share it, for the
+certificate (`whence.attribution.checkpoint`).
+
 *An expected error.* Of the quick answer, and of a solve that its budget ended, it is known what scores should be off by
 on average, ε. A single one is taken to have the spread ``1.35 ε √(a² + s²)``, with a the mean size of its query's
 scores: large scores are off in proportion to themselves. ``python -m benchmarks.stages`` measures how often that holds.
 
-All bound the solver's error, the distance to the exact damped score; none knows of the distance from influence to
-retraining.
+But for the spread between checkpoints, all bound the solver's error, the distance to the exact damped score; none knows
+of the distance from influence to retraining.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from whence.errors import OptionError
 from whence.solvers import Statistics
 from whence.spectrum import Spectrum
 
-__all__ = ["Scored", "half_width"]
+__all__ = ["Scored", "expects", "half_width"]
 
 #: Errors of single scores in units of what is expected of all.
 _WIDER = 1.35
@@ -47,12 +50,19 @@ def _quantile(degrees_of_freedom: float, confidence: float) -> float:
     return float(ndtri(part) if math.isinf(degrees_of_freedom) else stdtrit(degrees_of_freedom, part))
 
 
+def expects(stats: Statistics, chains: int) -> bool:
+    """Whether errors are what is expected of the solve: of one chain without a certificate, or ended by its budget."""
+    unfinished = stats.certificate is None or not bool(stats.converged.all())
+    return stats.error_parts.expected is not None and chains == 1 and unfinished
+
+
 @dataclass(frozen=True)
 class Scored:
     """Scores with their errors.
 
     Attributes:
-        chains: by every independent chain, ``[chains, …]``; one where the solver is deterministic.
+        chains: by every independent chain, ``[chains, …]``; one where the solver is deterministic. Of several
+            checkpoints, by each of them.
         certified: spread that a certificate or an expected error allows for, ``[…]``, or None.
     """
 
@@ -66,11 +76,7 @@ class Scored:
         Of one chain without a certificate, or one that was not gone on with to what was asked, with what is expected.
         """
         certificate, expected = stats.certificate, stats.error_parts.expected
-        if (
-            expected is not None
-            and len(chains) == 1
-            and (certificate is None or not bool(stats.converged.all()))
-        ):
+        if expected is not None and expects(stats, len(chains)):
             mean = chains[0].abs().mean(-1, keepdim=True)
             return Scored(chains, _WIDER * expected.unsqueeze(-1).to(chains) * torch.hypot(mean, chains[0]))
         if certificate is None or norms is None:
@@ -91,6 +97,23 @@ class Scored:
     def degrees_of_freedom(self) -> float:
         """For Student's t: one less than the chains; infinite where there is nothing random."""
         return len(self.chains) - 1 if len(self.chains) > 1 else math.inf
+
+    @property
+    def sampling(self) -> Tensor:
+        """The part of the standard error that chains, or checkpoints, show by their spread; 0 where there is one."""
+        count = len(self.chains)
+        return self.chains.std(0) / math.sqrt(count) if count > 1 else torch.zeros_like(self.chains[0])
+
+    @property
+    def systematic(self) -> Tensor:
+        """The part that all chains share."""
+        return torch.zeros_like(self.chains[0]) if self.certified is None else self.certified
+
+    def half_width_of_another(self, confidence: float) -> Tensor:
+        """Half of the intervals that one more chain, or checkpoint, should fall into, around the mean."""
+        return half_width(
+            self.sampling * math.sqrt(len(self.chains) + 1), self.degrees_of_freedom, confidence
+        )
 
     def half_width(self, confidence: float) -> Tensor:
         """Half of the confidence intervals."""
@@ -126,10 +149,8 @@ class Scored:
 
     def _combined(self, student: float, normal: float) -> Tensor:
         """The error by sampling and that by the certificate, each so many times."""
-        count = len(self.chains)
-        if count == 1:
-            return torch.zeros_like(self.chains[0]) if self.certified is None else normal * self.certified
-        sampling = self.chains.std(0) / math.sqrt(count)
+        if len(self.chains) == 1:
+            return normal * self.systematic
         if self.certified is None:
-            return student * sampling
-        return torch.hypot(student * sampling, normal * self.certified)
+            return student * self.sampling
+        return torch.hypot(student * self.sampling, normal * self.certified)

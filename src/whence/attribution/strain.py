@@ -29,12 +29,12 @@ from whence.progress import ticker
 from whence.scoring.scorer import Method, Scorer
 from whence.solvers.cg import ConjugateGradient
 
-__all__ = ["PROBES", "measure_strain"]
+__all__ = ["AMONG", "AMONG_FACTORED", "PROBES", "measure_strain"]
 
 #: Examples that stand for all.
 PROBES = 8
 #: Examples that these are found among: where the system is solved, and where EK-FAC stands in for it.
-_AMONG, _AMONG_FACTORED = 4096, 256
+AMONG, AMONG_FACTORED = 4096, 256
 #: The error that a solve may leave, and its iterations.
 _SCORE_ERROR, _ITERATIONS = 0.15, 40
 
@@ -50,9 +50,9 @@ def measure_strain(
         generator: draws the examples that are looked at, where there are many.
         factors: EK-FAC in place of H; by default the system is solved.
     """
-    positions, standing = _looked_at(gnh, _AMONG if factors is None else _AMONG_FACTORED, generator)
+    positions, standing = _looked_at(gnh, AMONG if factors is None else AMONG_FACTORED, generator)
     # estimated lengths would be too rough for what stands for all
-    method: Method = "gradients" if gnh.network.together or gnh.example_gradients().missing else "layers"
+    method: Method = "gradients" if gnh.example_gradients().missing else "layers"
     _, norms = Scorer(gnh, gnh.zeros(1), method=method, norms=True).score_with_norms(positions)
     squares = norms.double().square()
     chosen, parts = _stand_for_all(squares * standing)

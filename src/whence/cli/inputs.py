@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import nn
 
 from whence.distributed import shard
 from whence.errors import OptionError, RunDirectoryError
@@ -36,6 +37,7 @@ from whence.tasks import (
     Classification,
     LanguageModeling,
     MaskedLanguageModeling,
+    Questions,
     Regression,
     SequenceToSequence,
     Task,
@@ -88,6 +90,20 @@ class InputOptions:
     )
     prompt: str | None = option(None, "One question, typed here: what the model was given…")
     completion: str | None = option(None, "…and what it said.")
+    contrast: str | None = option(
+        None,
+        "…and what it might have said instead: why the one rather than the other? (In --queries, a field 'contrast' "
+        "with the other completion, or the other label.)",
+    )
+    measure: str = option("loss", "What is asked of a query: loss, or margin, the log-odds of its label.")
+    reduce: str = option("mean", "Over a query's tokens: mean or sum.")
+    query_groups: str | None = option(
+        None, "A field of --queries: one question about the mean over each group that it names."
+    )
+    groups: str | None = option(
+        None,
+        "A field of --train that names groups, such as a source ('id': a document): they are ranked, too.",
+    )
     candidates: str | None = option(
         None, "Score only a shortlist: bm25:K or tfidf:K (the K nearest to each query), or a file of ids."
     )
@@ -102,10 +118,13 @@ class InputOptions:
             "help": "Glob pattern of parameter names to use (repeatable), as 'model.layers.*'; default all."
         },
     )
-    training: str | None = option(
-        None,
-        "How the model was trained, which tells how much damping is right: a checkpoint of Trainer, its "
-        "trainer_state.json, or optimizer=adamw,rate=5e-5,steps=1000,schedule=linear.",
+    training: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "How the model was trained, which tells how much damping is right: a checkpoint of Trainer, its "
+            "trainer_state.json, or optimizer=adamw,rate=5e-5,steps=1000,schedule=linear. Of several models, once for "
+            "all, or once for each in their order."
+        },
     )
     dtype: str = option("float32", "Of a Hugging Face model's parameters.")
     tokenizer: str | None = option(None, "Its directory, where it is not beside the model.")
@@ -129,10 +148,20 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class Command:
-    """A `whence attribute` to repeat: kept in the run directory."""
+    """A `whence attribute` to repeat: kept in the run directory.
+
+    Attributes:
+        more: further checkpoints, beside the model of the inputs.
+    """
 
     inputs: InputOptions
     options: Options
+    more: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> set[str]:
+        """The names of all."""
+        return {self.inputs.model, *self.more}
 
     @classmethod
     def of_run(cls, run_dir: Path, *, trusted: bool, otherwise: str) -> Command:
@@ -150,7 +179,8 @@ class Command:
             )
         command = read(run_dir, "command", cls)
         if not trusted:
-            said = ((name, getattr(command.inputs, name)) for name in _LOADED)
+            said = [(name, getattr(command.inputs, name)) for name in _LOADED]
+            said[1:1] = [("model", name) for name in command.more]
             named = ", ".join(f"{name} {value!r:.100}" for name, value in said if value)
             raise RunDirectoryError(
                 f"{run_dir} says what to load ({named}), and loading it can run code. If the run is your own, or of "
@@ -160,25 +190,61 @@ class Command:
 
 
 class Inputs:
-    """Loads what the options name, when it is asked for."""
+    """Loads what the options name, when it is asked for.
 
-    def __init__(self, options: InputOptions) -> None:
-        self.options = options
+    Args:
+        options: of the command line.
+        more: further checkpoints of the same model.
+    """
+
+    def __init__(self, options: InputOptions, more: Sequence[str] = ()) -> None:
+        self.options, self.more = options, tuple(more)
+        names = (options.model, *self.more)
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise OptionError(f"the model {twice[0]!r} is named twice; several checkpoints must be different")
 
     @cached_property
     def problem(self) -> Problem:
         """The model and what comes with it."""
+        problem = self._load(self.options.model)
+        if self.options.shard:
+            shard(problem.model)
+        return problem
+
+    def _load(self, model: str) -> Problem:
         options = self.options
-        problem = load_model(
-            options.model,
+        return load_model(
+            model,
             dtype=options.dtype,
             tokenizer=options.tokenizer,
             allow_download=options.allow_download,
             check_vocabulary=options.check_vocabulary,
         )
-        if options.shard:
-            shard(problem.model)
-        return problem
+
+    @property
+    def model(self) -> nn.Module | dict[str, Callable[[], nn.Module]]:
+        """The model; or, of several, functions that load one each, by their names."""
+        if not self.more:
+            return self.problem.model
+        return {self.options.model: lambda: self.problem.model} | {
+            name: partial(self._further, name) for name in self.more
+        }
+
+    def _further(self, name: str) -> nn.Module:
+        """Another checkpoint, if it reads the data as the first one does."""
+        first, other = self.problem, self._load(name)
+        for what, one, two in (
+            ("task", repr(first.task), repr(other.task)),
+            ("tokenizer", _vocabulary(first.tokenizer), _vocabulary(other.tokenizer)),
+            ("labels", _names(first.labels), _names(other.labels)),
+        ):
+            if one != two:
+                raise OptionError(
+                    f"the models {self.options.model!r} and {name!r} have another {what}, and would read the same data "
+                    "differently; several checkpoints must be of one training"
+                )
+        return other.model
 
     @cached_property
     def task(self) -> Task:
@@ -231,6 +297,19 @@ class Inputs:
             )
         return self._classified(str(options.queries), getattr(self.train, "labels", None) or problem.labels)
 
+    @cached_property
+    def questions(self) -> Questions:
+        """What is asked of the queries."""
+        options, queries = self.options, self.queries
+        groups = None if options.query_groups is None else names_of(queries, options.query_groups)
+        named = {} if groups is None else {"groups": groups}
+        return Questions.of(queries, measure=options.measure, reduce=options.reduce, **named)
+
+    @property
+    def groups(self) -> list[str | None] | None:
+        """The group of every training example, where a field was named."""
+        return None if self.options.groups is None else names_of(self.train, self.options.groups)
+
     def operator(self, options: MeasureOptions) -> GaussNewton:
         """The Gauss-Newton Hessian over the training data."""
         return GaussNewton(
@@ -245,11 +324,18 @@ class Inputs:
     @cached_property
     def training(self) -> Training | None:
         """How the model was trained, where that was said."""
-        return (
-            None
-            if self.options.training is None
-            else Training.read(self.options.training, self.problem.model)
-        )
+        given = self.options.training
+        if len(given) > 1:
+            raise OptionError(f"--training is given {len(given)} times, for one model; give it once")
+        return Training.read(given[0], self.problem.model) if given else None
+
+    @property
+    def trainings(self) -> Any:
+        """How each of several models was trained: as `whence.attribute` takes it."""
+        given = self.options.training
+        if not self.more:
+            return self.training
+        return given if len(given) > 1 else given[0] if given else None
 
     @property
     def params(self) -> list[str] | None:
@@ -305,6 +391,10 @@ class Inputs:
     def _typed_query(self) -> Records | None:
         options = self.options
         if options.prompt is None and options.completion is None:
+            if options.contrast is not None:
+                raise OptionError(
+                    "--contrast goes with --prompt and --completion; in --queries, give rows a field 'contrast'"
+                )
             return None
         if options.queries is not None:
             raise OptionError("give either --queries or --prompt and --completion, not both")
@@ -312,7 +402,9 @@ class Inputs:
             raise OptionError("a question needs both --prompt and --completion")
         if not isinstance(self.task, LanguageModeling):
             raise OptionError("--prompt and --completion are for language models; use --queries")
-        return RowList([{"prompt": options.prompt, "completion": options.completion}], name="question")
+        said = {"prompt": options.prompt, "completion": options.completion}
+        other = {} if options.contrast is None else {"contrast": options.contrast}
+        return RowList([said | other], name="question")
 
     def _classified(self, path: str, labels: Labels | None) -> Examples:
         options, problem = self.options, self.problem
@@ -347,6 +439,19 @@ class Inputs:
         if problem.num_labels is not None:
             found.labels.check_outputs(problem.num_labels, found.name)
         return found
+
+
+def _vocabulary(tokenizer: Any) -> Any:
+    return None if tokenizer is None else tokenizer.get_vocab()
+
+
+def _names(labels: Labels | None) -> Any:
+    return None if labels is None else labels.names
+
+
+def names_of(data: Examples, field: str) -> list[str | None]:
+    """What a field says of every example, as the name of a group."""
+    return [None if value is None else str(value) for value in data.column(field)]
 
 
 def _listed(data: Any, exhibits: Any, name: str, missing: str) -> Examples:

@@ -23,7 +23,7 @@ from whence.distributed import current
 from whence.errors import DataError, OptionError
 from whence.model.choice import Product, choose_product
 from whence.model.data import TermSet
-from whence.model.exact import block_tangents, dual_forward
+from whence.model.exact import block_tangents, dual_forward, tangent_only
 from whence.model.finite_difference import FiniteDifferences, StepMemory
 from whence.model.fully_sharded import make_network
 from whence.model.inspection import (
@@ -42,7 +42,7 @@ from whence.model.sampled import SampledGaussNewton
 from whence.model.selection import ParameterFilter, select_parameters
 from whence.model.slopes import Slopes
 from whence.operators import LinearOperator
-from whence.tasks import Batch, Task
+from whence.tasks import Batch, Questions, Task
 from whence.threads import one_at_a_time
 from whence.vectors import ParamVector
 
@@ -245,21 +245,22 @@ class GaussNewton(LinearOperator):
             self.differences(self.terms.fetch(self.terms.longest(2))).memory = memory
 
     def gradients(self, queries: Any) -> ParamVector:
-        """Gradients of the query losses, one column per query.
+        """Gradients of what is asked, one column per question.
 
         A query's loss is its example's loss averaged over its terms: for `LanguageModeling`, minus the mean
         log-probability of the completion's tokens.
 
         Args:
-            queries: a sequence of examples, as in the training data.
+            queries: a sequence of examples, as in the training data, or `Questions`.
         """
-        queries = TermSet(queries, self.task, self.network.device)
-        block, ranks = self.network.blank(len(queries)), self.network.ranks
-        for position in range(len(queries)):
-            batch = queries.fetch(torch.tensor([position]))
+        parts = Questions.of(queries).parts(self.task)
+        terms = TermSet(parts.examples, self.task, self.network.device)
+        block, ranks = self.network.blank(parts.count), self.network.ranks
+        for position in range(len(terms)):
+            batch = terms.fetch(torch.tensor([position]))
             if int(self.task.num_terms(batch).sum()) == 0:
                 raise DataError(
-                    f"query {position} asks for nothing: it has no predicted token. Give it a completion"
+                    f"{parts.name(position)} asks for nothing: it has no predicted token. Give it a completion"
                 )
             mine = position % ranks.size == ranks.rank
             if not mine and not self.network.together:
@@ -267,11 +268,13 @@ class GaussNewton(LinearOperator):
             leaves = self.network.leaves()
             outputs = self.network.outputs(batch, leaves)
             self.task.check(outputs.detach(), batch)
-            loss = self.task.query_losses(outputs, batch).sum()
-            if not bool(torch.isfinite(loss)):
-                raise DataError(f"the loss of query {position} is {float(loss)}; check its inputs and label")
-            counts = torch.full_like(loss, float(mine))
-            self.network.pull_back(loss, leaves, counts, adding_to(block.column(position), 1.0))
+            worth = parts.worth(outputs, batch).sum()
+            if not bool(torch.isfinite(worth)):
+                raise DataError(
+                    f"the {parts.measure} of {parts.name(position)} is {float(worth)}; check its inputs and label"
+                )
+            receive = adding_to(block.column(int(parts.question[position])), float(parts.weight[position]))
+            self.network.pull_back(worth, leaves, torch.full_like(worth, float(mine)), receive)
         return self.network.closed(block)
 
     def training_gradient(self, positions: Tensor) -> ParamVector:
@@ -338,8 +341,8 @@ class GaussNewton(LinearOperator):
         """``out += weight · Jᵀ S J v`` of one micro-batch. The columns of a block share the pass at θ, if they can."""
         if vector.columns is None:
             self._column_product(batch, vector, sign, adding_to(out, weight), slopes)
-        elif self.product != "exact":
-            self._products_by_differences(batch, vector, out, weight, sign, slopes)
+        elif self.product != "exact" or self.network.together:
+            self._products_from_one_pass(batch, vector, out, weight, sign, slopes)
         elif vector.columns == 1 or not self.vectorises(batch, vector):
             for k, column in enumerate(vector.unstack()):
                 self._column_product(batch, column, sign, adding_to(out.column(k), weight), slopes, k)
@@ -378,7 +381,7 @@ class GaussNewton(LinearOperator):
         del tangent
         self.network.pull_back(outputs, leaves, cotangent, receive)
 
-    def _products_by_differences(
+    def _products_from_one_pass(
         self,
         batch: Batch,
         block: ParamVector,
@@ -387,16 +390,24 @@ class GaussNewton(LinearOperator):
         sign: int | None,
         slopes: Slopes | None,
     ) -> None:
-        """The same for several vectors by finite differences from one pass at θ."""
-        differences, columns = self.differences(batch), block.unstack()
-        base = differences.base(batch, graph=True)
-        check_finite(base.outputs)
+        """The same for several vectors, each with forward passes of its own, and one pass at θ for all."""
+        columns, base = block.unstack(), None
+        if self.product == "exact":
+            leaves: Mapping[str, Tensor] = self.network.leaves()
+            outputs = self.network.outputs(batch, leaves)
+        else:
+            base = self.differences(batch).base(batch, graph=True)
+            outputs, leaves = base.outputs, base.leaves
+        check_finite(outputs)
         for k, vector in enumerate(columns):
-            tangent = differences.tangent(base, batch, vector, sign)
-            cotangent = self._curved(base.outputs, tangent, batch, slopes, k)
+            if base is None:
+                tangent = tangent_only(self.network, batch, vector)[1]
+            else:
+                tangent = self.differences(batch).tangent(base, batch, vector, sign)
+            cotangent = self._curved(outputs, tangent, batch, slopes, k)
             del tangent
             receive, more = adding_to(out.column(k), weight), k < len(columns) - 1
-            self.network.pull_back(base.outputs, base.leaves, cotangent, receive, keep_graph=more)
+            self.network.pull_back(outputs, leaves, cotangent, receive, keep_graph=more)
 
     def tangents(self, outputs: Tensor, batch: Batch, block: ParamVector) -> Iterator[Tensor]:
         """``J u`` for the columns of a block, ``[columns, *outputs]``, as many at a time as fit in memory."""
@@ -419,6 +430,8 @@ class GaussNewton(LinearOperator):
 
     def vectorises(self, batch: Batch, block: ParamVector) -> bool:
         """Whether the columns of a block can share one pass: found out by trying, once."""
+        if self.network.together:
+            self._vectorised, self.loop_reason = False, "the model is sharded"
         if self._vectorised is None:
             try:
                 block_tangents(self.network, batch, block.part(0, 1))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from whence.backward import pulled_back
 from whence.errors import ModelError
+from whence.model.fully_sharded import own_type
 from whence.model.network import Network
 from whence.tasks import Batch
 
@@ -32,9 +32,8 @@ __all__ = ["Call", "ExampleGradients", "Matrix", "Passed", "matrices"]
 
 #: Products of a number that could be taken in the time of writing it and reading it again.
 _MOVING = 100
-#: Bytes that examples' gradients of one parameter may take. What is larger than 32 MB comes from the kernel, zeroed,
-#: every time anew (glibc), which takes as long as computing it.
-_AT_ONCE = 16 * 2**20
+#: Bytes that examples' gradients of one parameter may take: what stays in a processor's cache.
+_AT_ONCE = 4 * 2**20
 #: What gradients by layers may be off by from those of the whole model, on two examples.
 _CLOSE = 0.01
 
@@ -63,14 +62,14 @@ class Matrix:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def pack(self, tensors: Mapping[str, Tensor], lead: Sequence[int] = ()) -> Tensor:
-        """``[*lead, rows, columns]`` from tensors of the parameters' shapes behind ``lead``."""
+        """``[*lead, rows, columns]`` from tensors of the parameters' shapes behind ``lead``, or some rows of them."""
         rows, columns = self.shape
         width = columns - (self.bias is not None)
         weight = tensors[self.weight]
         if self.transposed:
             weight = weight.reshape(*lead, width, rows).transpose(-1, -2)
         else:
-            weight = weight.reshape(*lead, rows, width)
+            weight = weight.reshape(*lead, -1, width)
         return weight if self.bias is None else torch.cat([weight, tensors[self.bias].unsqueeze(-1)], -1)
 
     def unpack(self, matrix: Tensor, shape: torch.Size) -> dict[str, Tensor]:
@@ -189,7 +188,18 @@ class Call:
                     n * positions, outputs, 1
                 )
                 return found.reshape(n, positions, len(rows)).sum(1).mT
-        return rows.reshape(len(rows), -1) @ self.gradients(kind).reshape(len(self.gradient), -1).mT
+        flat = rows.reshape(len(rows), -1)
+        few = (call.gradients(kind) for call in self.of_few(flat.shape[1]))
+        return torch.cat([flat @ gradients.reshape(len(gradients), -1).mT for gradients in few], 1)
+
+    def of_few(self, numbers: int) -> Iterator[Call]:
+        """The same of so few examples at a time that ``numbers`` of each take little memory.
+
+        Examples' gradients are far larger than what they are made from, and need not all be there together.
+        """
+        size = max(1, _AT_ONCE // (numbers * max(self.gradient.element_size(), 4)))
+        for inputs, gradient in zip(self.inputs.split(size), self.gradient.split(size), strict=True):
+            yield replace(self, inputs=inputs, gradient=gradient)
 
     def looked_up(self, g: Tensor) -> Tensor:
         """``Σ_t e_{token t} g_tᵀ``, ``[n, vocabulary, width]``, of an embedding."""
@@ -210,15 +220,16 @@ class Call:
     def _by_itself(self, kind: str) -> Tensor:
         """By differentiating the layer alone, on every example."""
         module = self.module
-        everything = {name: _wide(p.detach()) for name, p in module.named_parameters()}
+        everything = {f"layer.{name}": _wide(_whole(p)) for name, p in module.named_parameters()}
+        own = f"layer.{kind}"
 
         def of_one(given: Tensor, gradient: Tensor) -> Tensor:
             def run(parameter: Tensor) -> Tensor:
-                result = functional_call(module, everything | {kind: parameter}, (given.unsqueeze(0),))
+                result = functional_call(_Alone(module), everything | {own: parameter}, (given.unsqueeze(0),))
                 assert isinstance(result, Tensor)
                 return result.squeeze(0)
 
-            pull = vjp(run, everything[kind])[1]
+            pull = vjp(run, everything[own])[1]
             (found,) = pull(gradient)
             assert isinstance(found, Tensor)
             return found
@@ -236,11 +247,28 @@ class Passed:
 
     Attributes:
         calls: of layers, by the names of their parameters.
-        others: gradients of the whole batch, for parameters without examples' gradients.
+        others: gradients of the whole batch, for parameters without examples' gradients; this process's rows of them.
     """
 
     calls: Mapping[str, Sequence[tuple[Call, str]]]
     others: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def of_few(self, names: Sequence[str], numbers: int) -> Iterator[Passed]:
+        """What it tells of these parameters, for a few examples at a time, as `Call.of_few`."""
+        own = [
+            (name, kind, call.of_few(numbers)) for name in names for call, kind in self.calls.get(name, ())
+        ]
+        others = self.others
+        while True:
+            few: dict[str, list[tuple[Call, str]]] = {}
+            for name, kind, calls in own:
+                call = next(calls, None)
+                if call is not None:
+                    few.setdefault(name, []).append((call, kind))
+            if not few and others is not self.others:
+                return
+            yield Passed(few, others)
+            others = {}
 
     def products(self, name: str, rows: Tensor) -> Tensor | None:
         """A parameter's part of ``⟨u, ∇⟩`` on every example, for directions ``[k, *shape]``: ``[k, n]``."""
@@ -288,12 +316,6 @@ class ExampleGradients:
         self._modules = {key: pair for key, pair in self._modules.items() if not self._all_missing(pair[1])}
         self.missing = {name: self.missing[name] for name in network.parameters if name in self.missing}
 
-    @property
-    def at_once(self) -> int:
-        """Examples whose gradients of any one parameter are few enough to be held together."""
-        largest = max(p.numel() * max(p.element_size(), 4) for p in self.network.parameters.values())
-        return max(1, _AT_ONCE // largest)
-
     def _all_missing(self, names: Mapping[str, str]) -> bool:
         return all(name in self.missing for name in names.values())
 
@@ -310,8 +332,7 @@ class ExampleGradients:
         draw = torch.randn(outputs.shape, generator=random).to(outputs)
         weights = torch.randn(pilot.size, generator=random).to(outputs)
         weighted = draw * weights.reshape(-1, *[1] * (outputs.ndim - 1))
-        whole = _gradients(outputs, list(leaves.values()), weighted)
-        expected = dict(zip(leaves, whole, strict=True))
+        _, expected = self.network.gradients(outputs, (), leaves, weighted)
         seen, again = self._try_to_share(pilot, leaves, outputs.detach())
         del outputs
         for key in seen.unreadable:
@@ -321,8 +342,9 @@ class ExampleGradients:
         reason = "used in another way than by calling its layer with a row for each example"
         for matrix in matrices(self.network):
             names = [name for name in matrix.names if name not in self.missing]
-            size = math.hypot(*(float(g.norm()) for n in names if (g := expected[n]) is not None))
-            if not all(self._agree(passed, name, expected[name], weights, size) for name in names):
+            size = math.hypot(*(self.network.norm(expected[name]) for name in names if name in expected))
+            agree = [self._agree(passed, name, expected.get(name), weights, size) for name in names]
+            if not all(agree):
                 self.missing |= dict.fromkeys(names, reason)  # of a layer, both or none
 
     def _try_to_share(
@@ -351,12 +373,13 @@ class ExampleGradients:
             return False  # the layer is called with something else than it seems, or cannot be vectorised
         if found is None or expected is None:
             return found is None and expected is None
-        if found.shape[1:] != expected.shape or len(found) != len(weights):
+        if found.shape[1:] != self.network.parameters[name].shape or len(found) != len(weights):
             return False
-        total = torch.einsum("n,n...->...", weights.to(found), found)
+        total = self.network.own_rows(name, torch.einsum("n,n...->...", weights.to(found), found))
         rounding = min(_CLOSE, 100 * torch.finfo(expected.dtype).eps) * size
         # NaN is close to anything here: outputs that are not finite are refused by name, later
-        return not float((total - expected).norm()) > _CLOSE * float(expected.norm()) + rounding
+        norm = self.network.norm
+        return not norm(total - expected) > _CLOSE * norm(expected) + rounding
 
     # --- running -----------------------------------------------------------------------------------------
 
@@ -400,13 +423,13 @@ class ExampleGradients:
         *,
         others: bool,
     ) -> Iterator[Passed]:
-        rest = [name for name in self.missing if others]
-        wanted: list[Any] = [*(edge for _, _, edge in seen.calls), *(leaves[name] for name in rest)]
+        rest = {name: leaves[name] for name in self.missing if others}
+        edges = [edge for _, _, edge in seen.calls]
         for number, cotangent in enumerate(cotangents):
             more = number < len(cotangents) - 1
-            found = _gradients(outputs, wanted, cotangent, keep_graph=more)
+            found, last = self.network.gradients(outputs, edges, rest, cotangent, keep_graph=more)
             calls: dict[str, list[tuple[Call, str]]] = {}
-            for (key, inputs, _), gradient in zip(seen.calls, found, strict=False):
+            for (key, inputs, _), gradient in zip(seen.calls, found, strict=True):
                 if gradient is None:
                     continue
                 module, names = self._modules[key]
@@ -416,8 +439,7 @@ class ExampleGradients:
                 for kind, name in names.items():
                     if name not in self.missing:
                         calls.setdefault(name, []).append((call, kind))
-            last = dict(zip(rest, found[len(seen.calls) :], strict=True))
-            yield Passed(calls, {name: _wide(g) for name, g in last.items() if g is not None})
+            yield Passed(calls, {name: _wide(gradient) for name, gradient in last.items()})
 
 
 class _Seen:
@@ -482,15 +504,6 @@ class _Seen:
         return note
 
 
-def _gradients(
-    outputs: Tensor, wanted: Sequence[Any], cotangent: Tensor, *, keep_graph: bool = False
-) -> Sequence[Tensor | None]:
-    """What autograd says; None for all where nothing is wanted, or nothing depends on it."""
-    if not wanted or not outputs.requires_grad:
-        return [None] * len(wanted)
-    return pulled_back(outputs, wanted, cotangent, keep_graph=keep_graph)
-
-
 # --- modules -------------------------------------------------------------------------------------------------
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -508,7 +521,7 @@ def _owners(network: Network) -> dict[str, list[tuple[nn.Module, str]]]:
 def _why_not(module: nn.Module) -> str | None:
     """What can be told of a module's parameters without running it."""
     if next(module.children(), None) is not None:
-        return f"held by a {type(module).__name__}, which is made of other modules"
+        return f"held by a {own_type(module).__name__}, which is made of other modules"
     if isinstance(module, nn.Embedding) and (
         module.max_norm is not None or module.scale_grad_by_freq or module.sparse
     ):
@@ -525,12 +538,31 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _transposed(module: nn.Module) -> bool:
     """Whether it is the linear layer of GPT-2, which keeps its weight as inputs by outputs."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return own_type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def _wide(tensor: Tensor) -> Tensor:
     """In float32 at least: sums of products in fewer bits lose what they are about."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class _Alone(nn.Module):
+    """A layer without the hooks of its calls, such as those that gather a unit of ``fully_shard``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, given: Tensor) -> Any:
+        return self.layer.forward(given)
+
+
+def _whole(parameter: Any) -> Tensor:
+    """A parameter with all its rows; of a sharded model, all processes ask for it."""
+    parameter = parameter.detach()
+    found = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    assert isinstance(found, Tensor)
+    return found
 
 
 def _parameter(module: nn.Module, kind: str) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from whence.model.fully_sharded import own_type
 from whence.model.quantised import parts
 from whence.progress import ticker
 
@@ -26,10 +27,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 def of_model(model: nn.Module) -> str:
     """Of all parameters and buffers, their names included, also those that are not saved with the model."""
-    kind = type(model)
-    if hasattr(model, "_get_fsdp_state"):  # the class that was sharded
-        kind = kind.__mro__[2]
-    digest = hashlib.blake2b(kind.__qualname__.encode())
+    digest = hashlib.blake2b(own_type(model).__qualname__.encode())
     for name, tensor in {**dict(model.named_buffers()), **model.state_dict()}.items():
         digest.update(name.encode())
         for part in parts(_whole(tensor)):
@@ -66,7 +64,7 @@ def without_addresses(text: str) -> str:
 
 
 def _whole(tensor: Any) -> Tensor:
-    """The tensor itself, or the whole of one that is sharded over processes; all of them call it."""
+    """With what other processes hold of it, where it is sharded."""
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found
 
@@ -76,6 +74,8 @@ def _pieces(value: Any) -> Iterable[bytes | memoryview]:
     if isinstance(value, Tensor):
         value = _whole(value)
         flat = value.detach().cpu().contiguous().reshape(-1)
+        if flat.numel() == 1:  # counts as contiguous whatever its stride
+            flat = flat.clone(memory_format=torch.contiguous_format)
         yield f"tensor{tuple(value.shape)}{value.dtype}".encode()
         if flat.numel():
             yield memoryview(flat.view(torch.uint8).numpy())

@@ -11,7 +11,7 @@ on one and judged on the other, for many ways to part them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from whence.arguments import checked
 from whence.attribution import Attribution, attribute
 from whence.distributed import one_process
 from whence.errors import DataError, OptionError
+from whence.libraries import data_frame
+from whence.model.inspection import check_mode
 from whence.model.selection import ParameterFilter
 from whence.options import MeasureOptions, chosen_options, takes
 from whence.runs.files import given_path
-from whence.tasks import Task
+from whence.tasks import Questions, Task
 from whence.threads import one_at_a_time
 from whence.validation.datamodeling import Bench, DatamodelingDifference, DatamodelingScore
 from whence.validation.retraining import Outcomes, Trainer, half_subsets, retrain
@@ -157,6 +159,13 @@ class Tuning:
             told.append("The solve at the smallest λ did not converge: take small λ with caution.")
         return " ".join(told)
 
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with a row for each λ, largest first."""
+        rows = zip(self.dampings, self.lds, strict=True)
+        return data_frame(
+            [{"damping": λ, "lds": each.value, "low": each.low, "high": each.high} for λ, each in rows]
+        )
+
     def to_json(self) -> dict[str, Any]:
         """All numbers but the effects, for scripts."""
         return {
@@ -213,7 +222,7 @@ def tune(
     Args:
         model: as `whence.attribute` takes it; what ``trainer`` makes of all the data.
         train_set: its training data.
-        queries: examples that scores are judged on; many tell more of λ than few.
+        queries: examples that scores are judged on, or `Questions`; many tell more of λ than few.
         trainer: ``trainer(subset, seed) -> model`` trains on the examples at these positions of ``train_set``.
         task: what outputs mean.
         params: which parameters, as for `whence.attribute`.
@@ -251,6 +260,7 @@ def tune(
         (12, True)
     """
     one_process("tune")
+    check_mode(model)
     chosen = chosen_options(MeasureOptions, options, given)
     grid = _grid(multiples)
     if type(halves) is not int or not _LEAST_HALVES <= halves < 2**20:
@@ -280,12 +290,13 @@ def tune(
     solve.over_damping(
         [solve.solve.plan.damping]
     )  # refuses what is too large for it before anything is trained
+    asked = Questions.of(queries)
     subsets = half_subsets(solve.num_examples, halves, generator=chosen.generator(7))
     outcomes = retrain(
         trainer,
         subsets,
         range(seeds),
-        [queries[position] for position in range(len(queries))],
+        replace(asked, queries=[asked.queries[position] for position in range(len(asked.queries))]),
         task=task,
         processes=processes,
         directory=None if place is None else place / "retraining",
