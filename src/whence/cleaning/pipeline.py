@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.arguments import checked
 from whence.attribution.exhibits import Describe, class_name, describer
 from whence.attribution.identity import operator_identity, recognise
 from whence.attribution.job import query_terms
@@ -50,6 +51,7 @@ __all__ = ["clean"]
 @takes(CleanOptions)
 @one_at_a_time
 @failures_become_typed()
+@checked("model", "task", "params", "run_dir", "options")
 def clean(
     model: nn.Module,
     train: Any,
