@@ -21,7 +21,7 @@ from whence import Questions, attribute
 from whence.demo.digits import load_digits_with_flipped_labels
 from whence.validation import removal_effects
 
-TOP, REMOVED, SEEDS = 20, 10, 10
+TOP, REMOVED, SEEDS = 20, 10, 5
 
 
 def measure(of: Work) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """`Groups`: what whole groups of training examples did, such as a source, an author or a label.
 
-Influence is additive: leaving out a group G changes a query's loss by about the sum of its examples' effects, which is
-the score of the group's summed gradient, ``Σ_{z ∈ G} w_z ∇ℓ(z)`` with ``w_z = z's terms / all terms``. Its error is that
-of this one score (docs/math.md, "Groups of examples"); the errors of single examples are not independent of each other.
+Influence is additive: leaving out a group G changes a query's loss by about the sum of its examples' effects. That is
+the score of the group's summed gradient, ``Σ_{z ∈ G} w_z ∇ℓ(z)`` with ``w_z = z's terms / all terms``, and its error is
+that of this one score (docs/math.md, "Groups of examples"): the examples' own errors are not independent of each other.
 
 * Independent chains: each has its own sum, and their spread is the error.
 * A certificate: as of a single example, from the length of the summed gradient, ``b ‖Σ w_z ∇ℓ(z)‖ / √Tr(H)``. Where
   that was not measured, ``Σ w_z ‖∇ℓ(z)‖`` bounds it.
-* An expected error: the errors σ of two of a group's scores are taken to be correlated by ρ = 0.1, so that the square of
-  their sum's error is ``(1 - ρ) Σσ² + ρ (Σσ)²``. With independent errors it would be too small by a factor of 3 for
-  groups of a hundred alike, by the triangle inequality too large: ``python -m benchmarks.groups`` has how often it holds.
+* An expected error: the errors σ of two of a group's scores are taken to be correlated by ρ = 0.1, so that the square
+  of their sum's error is ``(1 - ρ) Σσ² + ρ (Σσ)²``. With independent errors it would be too small by a factor of 3 for
+  groups of a hundred alike, by the triangle inequality too large (``python -m benchmarks.groups``).
 """
 
 from __future__ import annotations
