@@ -56,11 +56,10 @@ def measure_spectrum(run: Run, job: Job, factors: Ekfac | None) -> Spectrum:
     def compute() -> Spectrum:
         gnh, random = job.gnh, job.options.generator(1)
         found = lanczos(gnh.subset(min(_TOP_TERMS, gnh.num_terms), random, distinct=True), generator=random)
-        square = sum(float(block.eigenvalues.double().square().sum()) for block in factors.blocks)
         top = found.lambda_max
         return Spectrum(
             Estimate(max(factors.trace, top.value)),
-            Estimate(max(square**0.5, top.value)),
+            Estimate(max(factors.frobenius, top.value)),
             top,
             num_parameters=gnh.num_parameters,
         )

@@ -19,6 +19,7 @@ from whence.cleaning import clean, load_cleaning
 from whence.cli.inputs import Command, InputOptions, Inputs, TrustRun
 from whence.cli.options import AsJson, guarded, takes
 from whence.cli.outcome import NOT_CONVERGED, print_json, say, tell
+from whence.cli.serve import serve_command
 from whence.cli.sweep import check_figure, draw, sweep_dampings
 from whence.cli.tables import cleaning_as_json, rows_as_json, show_cleaning, show_plan, show_result, show_way
 from whence.cli.tune import tune_command
@@ -258,6 +259,7 @@ def clean_command(
 app.command("validate", epilog="Example: [bold]whence validate runs/first --trust-run --budget 10min[/]")(
     validate_command
 )
+app.command("serve", epilog="Example: [bold]whence serve runs/first --trust-run[/]")(serve_command)
 app.command(
     "tune",
     epilog="Example: [bold]whence tune my-model/ --train train.jsonl --queries queries.jsonl --trainer "

@@ -24,11 +24,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from whence.distributed import ALONE, Ranks
 from whence.errors import ModelError, OptionError, VectorError
 from whence.model.gauss_newton import ACTIVATION_BUDGET, GaussNewton
 from whence.model.inspection import check_finite
 from whence.model.layers import Call, Matrix, Passed, matrices
 from whence.preconditioners.base import Preconditioner, check_damping
+from whence.preconditioners.kronecker import KroneckerBlock
+from whence.preconditioners.sums import Sums, of_one
 from whence.progress import ticker
 from whence.tasks import Batch, Task
 from whence.tasks.base import noise
@@ -36,6 +39,8 @@ from whence.vectors import ParamVector
 
 __all__ = ["Ekfac", "KroneckerBlock", "ekfac"]
 
+#: Q_G and Q_A of a matrix; None for the identity.
+_Bases = tuple[ParamVector | None, ParamVector | None]
 Curvature = Literal["auto", "exact", "sampled"]
 
 #: Examples with up to this many outputs get the exact curvature by default: a backward pass for each.
@@ -46,45 +51,6 @@ _DRAWN_TERMS = 4096
 _NARROW = 2048
 #: Terms that bases are found from, for every column of the widest.
 _TERMS_PER_COLUMN = 32
-
-
-@dataclass(frozen=True, eq=False)
-class KroneckerBlock:
-    """``(Q_G ⊗ Q_A) diag(E) (Q_G ⊗ Q_A)ᵀ`` for one matrix of parameters.
-
-    Attributes:
-        matrix: the parameters, a weight with its bias or any other alone.
-        left: Q_G, ``[rows, rows]``; None for the identity.
-        right: Q_A, ``[columns, columns]``; None for the identity.
-        eigenvalues: E, ``[rows, columns]``.
-    """
-
-    matrix: Matrix
-    left: Tensor | None
-    right: Tensor | None
-    eigenvalues: Tensor
-
-    def apply(self, vector: ParamVector, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """``Q f(E) Qᵀ v`` for these parameters; on a block, for each column."""
-        lead = () if vector.columns is None else (vector.columns,)
-        packed = self.matrix.pack(vector.whole_of(self.matrix.names), lead)
-        turned = self._turned(packed, self.left, self.right)
-        turned = turned * function(self.eigenvalues.to(packed))
-        back = self._turned(turned, *(None if q is None else q.T for q in (self.left, self.right)))
-        found = self.matrix.unpack(back, vector.shape_of(self.matrix.weight))
-        if vector.shards is None:
-            return found
-        return {name: vector.own_rows(name, whole).clone() for name, whole in found.items()}
-
-    def rotated(self, packed: Tensor) -> Tensor:
-        """``Q_Gᵀ G Q_A``."""
-        return self._turned(packed, self.left, self.right)
-
-    @staticmethod
-    def _turned(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
-        if left is not None:
-            matrix = left.T.to(matrix) @ matrix
-        return matrix if right is None else matrix @ right.to(matrix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +71,7 @@ class Ekfac(Preconditioner):
     Example:
         >>> turned = torch.tensor([[0.6, -0.8], [0.8, 0.6]])
         >>> matrix = Matrix("weight", None, False, (1, 2))
-        >>> block = KroneckerBlock(matrix, None, turned, torch.tensor([[3.0, 1.0]]))
+        >>> block = KroneckerBlock.of(matrix, None, turned, torch.tensor([[3.0, 1.0]]))
         >>> P = Ekfac(1.0, (block,), terms=1, num_passes=1, by_batch={})
         >>> P.solve(ParamVector({"weight": torch.tensor([[0.6, 0.8]])}))["weight"]
         tensor([[0.1500, 0.2000]])
@@ -160,7 +126,9 @@ class Ekfac(Preconditioner):
     @property
     def largest(self) -> float:
         """‖P‖, its largest eigenvalue."""
-        return self.damping + self.scale * max(float(block.eigenvalues.max()) for block in self.blocks)
+        tops = [block.eigenvalues.max() for block in self.blocks if block.eigenvalues.numel()]  # it may hold no rows
+        top = torch.stack([*tops, self.blocks[0].eigenvalues.new_zeros(())]).max()
+        return self.damping + self.scale * float(self._ranks.largest(top.double()))
 
     @property
     def smallest(self) -> float:
@@ -170,7 +138,19 @@ class Ekfac(Preconditioner):
     @property
     def trace(self) -> float:
         """H's trace, but for the error of sampling."""
-        return sum(float(block.eigenvalues.sum(dtype=torch.float64)) for block in self.blocks)
+        sums = [block.eigenvalues.sum(dtype=torch.float64) for block in self.blocks]
+        return float(self._ranks.sum(torch.stack(sums)).sum())
+
+    @property
+    def frobenius(self) -> float:
+        """``‖E‖``, H's Frobenius norm but for what is off the diagonal in the basis."""
+        squares = [block.eigenvalues.double().square().sum() for block in self.blocks]
+        return math.sqrt(float(self._ranks.sum(torch.stack(squares)).sum()))
+
+    @property
+    def _ranks(self) -> Ranks:
+        shards = self.blocks[0].parts.shards
+        return ALONE if shards is None else shards.ranks
 
     def with_damping(self, damping: float) -> Ekfac:
         """The same for another λ, at no cost: neither the basis nor E depends on it."""
@@ -266,20 +246,25 @@ class _Draws:
         """The cotangents of a batch, each scaled so that their squares add up to S."""
 
         def cotangents(outputs: Tensor) -> Sequence[Tensor]:
+            found = drawn(outputs)
+            # a process without an example passes one along with the others, which counts for nothing
+            return found if batch.held else [torch.zeros_like(cotangent) for cotangent in found]
+
+        def drawn(outputs: Tensor) -> Sequence[Tensor]:
             check_finite(outputs)
             wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
             if not self.exact and type(self.task).sample_residual is not Task.sample_residual:
-                drawn = [self.task.sample_residual(wide, batch, generator) for _ in range(self.samples)]
-                return [residual / math.sqrt(self.samples) for residual in drawn if residual is not None]
+                found = [self.task.sample_residual(wide, batch, generator) for _ in range(self.samples)]
+                return [residual / math.sqrt(self.samples) for residual in found if residual is not None]
             root = _root(self.task, wide, batch)  # [n, m, columns]
             if (
                 self.exact
             ):  # with a random sign for each example, so that a batch's sum has the same second moment
-                found = (root * _signs(batch, (1, 1), generator).to(root)).unbind(-1)
+                columns = (root * _signs(batch, (1, 1), generator).to(root)).unbind(-1)
             else:
                 signs = _signs(batch, (root.shape[-1], self.samples), generator).to(root)
-                found = torch.bmm(root, signs / math.sqrt(self.samples)).unbind(-1)
-            return [column.reshape(outputs.shape) for column in found]
+                columns = torch.bmm(root, signs / math.sqrt(self.samples)).unbind(-1)
+            return [column.reshape(outputs.shape) for column in columns]
 
         return cotangents
 
@@ -308,14 +293,18 @@ def _root(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
 
 
 class _Measured:
-    """Two passes over the data."""
+    """Two passes over the data.
+
+    Of a model that every process holds whole, each sums over its share of the examples, and sums are added at the end.
+    Of a sharded model, where such sums would be as large as the whole of it, they are added after every micro-batch, and
+    each process keeps its rows.
+    """
 
     def __init__(self, gnh: GaussNewton, draws: _Draws, widest: int, generator: torch.Generator) -> None:
         self.gnh, self.draws, self.widest, self.generator = gnh, draws, widest, generator
         self.layers = gnh.example_gradients()
         self.matrices = matrices(gnh.network)
-        metric = None if gnh.network.metric is None else gnh.network.opened(gnh.network.metric)
-        self.scales = {matrix: _side_scales(matrix, metric) for matrix in self.matrices}
+        self.scales = {matrix: _side_scales(matrix, gnh.network.metric) for matrix in self.matrices}
         self.size = min(self.layers.at_once, gnh.micro_batch, draws.at_once)
 
     def factors(self, positions: Tensor) -> tuple[KroneckerBlock, ...]:
@@ -323,8 +312,8 @@ class _Measured:
         some = self._enough_for_bases(positions)
         batches = -(-len(some) // self.size) + -(-len(positions) // self.size)
         with ticker("EK-FAC", batches) as tick:
-            blocks = self._bases(some, tick)
-            return self._eigenvalues(blocks, positions, tick)
+            bases = self._bases(some, tick)
+            return self._blocks(bases, positions, tick)
 
     def _enough_for_bases(self, positions: Tensor) -> Tensor:
         sides = [side for matrix in self.matrices for side in matrix.shape[matrix.looked_up :]]
@@ -345,20 +334,15 @@ class _Measured:
             yield from self.layers.passes(batch, self.draws.of(batch, drawing), others=True)
             tick()
 
-    def _summed(self, tensor: Tensor) -> Tensor:
-        """Over all processes, where each had a share of the examples."""
-        return tensor if self.layers.missing else self.gnh.network.ranks.sum(tensor)
-
     # --- the bases ---------------------------------------------------------------------------------------
 
-    def _bases(self, positions: Tensor, tick: Callable[[], None]) -> dict[Matrix, KroneckerBlock]:
-        moments: dict[tuple[Matrix, int], Tensor] = {}
+    def _bases(self, positions: Tensor, tick: Callable[[], None]) -> dict[Matrix, _Bases]:
+        moments, ranks = Sums(self.gnh.network, together=bool(self.layers.missing)), self.gnh.network.ranks
 
         def add(matrix: Matrix, side: int, vectors: Tensor) -> None:
             """``Σ x xᵀ`` over all vectors x of a side that is narrow enough, and more than one wide."""
             if 1 < matrix.shape[side] <= self.widest:
-                flat, key = vectors.reshape(-1, vectors.shape[-1]), (matrix, side)
-                moments[key] = flat.T @ flat if key not in moments else moments[key].addmm_(flat.T, flat)
+                moments.add_squares((matrix, side), vectors.reshape(-1, vectors.shape[-1]))
 
         for passed in self._passes(positions, tick):
             for matrix in self.matrices:
@@ -371,24 +355,18 @@ class _Measured:
                 if packed is not None:
                     add(matrix, 0, packed.mT)
                     add(matrix, 1, packed)
-        found = {}
-        like = self.gnh.network.values()
-        for matrix in self.matrices:
-            zeros = torch.zeros(
-                matrix.shape, dtype=_wide(like[matrix.weight]), device=self.gnh.network.device
-            )
-            bases = []
-            for side in (0, 1):
-                moment = moments.pop((matrix, side), None)
-                met = self.gnh.network.ranks.largest(torch.tensor(float(moment is not None)))
-                if moment is None and float(met):  # in other processes' shares alone
-                    moment = zeros.new_zeros(matrix.shape[side], matrix.shape[side])
-                moment = None if moment is None else self._summed(moment)
-                # one basis for all: eigenvectors are not unique
-                basis = _eigenvectors(moment, matrix)
-                bases.append(basis if basis is None else self.gnh.network.ranks.same(basis))
-            found[matrix] = KroneckerBlock(matrix, bases[0], bases[1], zeros)
-        return found
+
+        def basis(matrix: Matrix, side: int) -> ParamVector | None:
+            moment = moments.pop((matrix, side), self._zeros(matrix).new_zeros(2 * matrix.shape[side : side + 1]))
+            found = None if moment is None else _eigenvectors(moment.whole()[""], matrix)
+            # one basis for all: eigenvectors are not unique
+            return None if found is None or moment is None else of_one(ranks.same(found)).parted(moment.shards)
+
+        return {matrix: (basis(matrix, 0), basis(matrix, 1)) for matrix in self.matrices}
+
+    def _zeros(self, matrix: Matrix) -> Tensor:
+        parameter = self.gnh.network.parameters[matrix.weight]
+        return torch.zeros((), dtype=_wide(parameter), device=parameter.device)
 
     def _add_sides(
         self,
@@ -413,47 +391,61 @@ class _Measured:
 
     # --- E -----------------------------------------------------------------------------------------------
 
-    def _eigenvalues(
-        self, blocks: dict[Matrix, KroneckerBlock], positions: Tensor, tick: Callable[[], None]
+    def _blocks(
+        self, bases: dict[Matrix, _Bases], positions: Tensor, tick: Callable[[], None]
     ) -> tuple[KroneckerBlock, ...]:
+        squares = Sums(self.gnh.network, together=bool(self.layers.missing))
         for passed in self._passes(positions, tick):
-            for block in blocks.values():
-                turned = self._turned(block, passed)
+            for matrix, sides in bases.items():
+                left, right = (None if side is None else side.whole()[""] for side in sides)
+                turned = self._turned(matrix, left, right, passed)
                 if turned is not None:
-                    block.eigenvalues.add_(turned.square().sum(0))
+                    squares.add(matrix, turned.square().sum(0))
         # the sum over the examples becomes an unbiased mean over terms with TermSet's weight
         weight = self.gnh.terms.weight(len(positions))
-        for matrix, block in blocks.items():
-            blocks[matrix] = block = replace(block, eigenvalues=self._summed(block.eigenvalues).mul_(weight))
-            if not bool(block.eigenvalues.isfinite().all()):
+        found = []
+        for matrix, (left_basis, right_basis) in bases.items():
+            none = self._zeros(matrix).new_zeros(matrix.shape)
+            total = squares.pop(matrix, none)
+            if total is None:
+                total = of_one(none).parted(squares.shards(of_one(none)))
+            total.scale_(weight)
+            if not total.is_finite():
                 raise ModelError(
-                    f"gradients of {block.matrix.weight!r} are not finite, or too large for this precision; check the "
+                    f"gradients of {matrix.weight!r} are not finite, or too large for this precision; check the "
                     "model's parameters, or use float32 or float64"
                 )
-        return tuple(blocks.values())
+            found.append(KroneckerBlock.joined(matrix, left_basis, right_basis, total, self.gnh.network.ranks))
+        return tuple(found)
 
-    def _turned(self, block: KroneckerBlock, passed: Passed) -> Tensor | None:
+    def _turned(
+        self, matrix: Matrix, left: Tensor | None, right: Tensor | None, passed: Passed
+    ) -> Tensor | None:
         """``Q_Gᵀ G Q_A`` of every example, ``[n, rows, columns]``.
 
         Of a linear layer it is ``Σ_t (Q_Gᵀg_t)(Q_Aᵀa_t)ᵀ``, which turns vectors and no matrices.
         """
-        matrix, calls = block.matrix, _by_position(block.matrix, passed)
+        calls = _by_position(matrix, passed)
         if not calls:
             packed = self._packed(matrix, passed)
-            return None if packed is None else block.rotated(packed)
+            if packed is None:
+                return None
+            packed = packed if left is None else left.T.to(packed) @ packed
+            return packed if right is None else packed @ right.to(packed)
         rows, columns = self.scales[matrix]
         total: Tensor | None = None
         for call, kind in calls:
             g = call.outputs_by_position
             if call.is_embedding:
-                found = call.looked_up(_side(g, columns, block.right))
-                found = block._turned(found if rows is None else found * rows.unsqueeze(1), block.left, None)
+                found = call.looked_up(_side(g, columns, right))
+                found = found if rows is None else found * rows.unsqueeze(1)
+                found = found if left is None else left.T.to(found) @ found
             elif kind == "bias":
-                found = _side(g.sum(1), rows, block.left).unsqueeze(-1)
+                found = _side(g.sum(1), rows, left).unsqueeze(-1)
                 found = found if columns is None else found * columns
             else:
                 a = call.inputs_by_position(bias=matrix.bias is not None)
-                found = torch.bmm(_side(g, rows, block.left).mT, _side(a, columns, block.right))
+                found = torch.bmm(_side(g, rows, left).mT, _side(a, columns, right))
             total = found if total is None else total.add_(found)
         return total
 
@@ -463,7 +455,7 @@ class _Measured:
         for name in matrix.names:
             found = passed.gradients(name)
             if found is None and name in passed.others:
-                found = passed.others[name].unsqueeze(0)
+                found = self.gnh.network.whole(name, passed.others[name]).unsqueeze(0)
             if found is not None:
                 tensors[name] = found
         if not tensors:
@@ -501,7 +493,7 @@ def _side_scales(matrix: Matrix, metric: ParamVector | None) -> tuple[Tensor | N
     """``r^(-1/2)`` and ``c^(-1/2)`` of a metric ``D = r cᵀ``; of any other metric, of the nearest such."""
     if metric is None:
         return None, None
-    packed = matrix.pack(metric)
+    packed = matrix.pack(metric.whole_of(matrix.names))
     whole = packed.mean()
     return (packed.mean(1) / whole.sqrt()).rsqrt(), (packed.mean(0) / whole.sqrt()).rsqrt()
 
@@ -528,11 +520,6 @@ def _check_options(
     if not isinstance(gnh, GaussNewton):
         raise OptionError(
             f"EK-FAC is made of a network's layers; give a GaussNewton, not a {type(gnh).__name__}"
-        )
-    if gnh.network.together:
-        raise OptionError(
-            "EK-FAC reads whole layers, and the model is sharded over processes; use solver='cg' or 'lissa', or a "
-            "model that every process holds whole"
         )
     if curvature not in ("auto", "exact", "sampled"):
         raise OptionError(f"curvature is {curvature!r}; it must be 'auto', 'exact' or 'sampled'")

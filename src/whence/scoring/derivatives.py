@@ -117,11 +117,12 @@ def layer_products(
             return list(torch.autograd.grad(gnh.task.query_losses(leaf, batch).sum(), leaf))
 
     for passed in gnh.example_gradients().passes(batch, slopes):
-        for name, rows in directions.items():
+        for name, own in directions.items():
+            rows = network.whole(name, own)
             if norms:
                 gradient = passed.gradients(name)
                 if gradient is not None:
-                    flat = network.scaled(name, gradient).reshape(n, -1)
+                    flat = network.scaled_whole(name, gradient).reshape(n, -1)
                     total.add_(rows.reshape(len(rows), -1) @ flat.T)
                     # a few at a time, since they are copied into float64
                     lengths = [
@@ -129,7 +130,7 @@ def layer_products(
                     ]
                     squares.add_(torch.cat(lengths).square_())
                 continue
-            products = passed.products(name, network.scaled(name, rows))
+            products = passed.products(name, network.scaled_whole(name, rows))
             if products is not None:
                 total.add_(products)
     return total, squares
