@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.timing import report, save
 from benchmarks.works import Work, manual_topics, work
-from whence import Attribution, Classification, attribute
+from whence import Attribution, attribute
 from whence.validation import removal_effects
 
 NAMES, ERRORS = ("digits", "llama"), ("digits", "cancer", "mnist")
