@@ -133,14 +133,15 @@ def keep_rows(rows: Tensor, path: Path) -> Path:
     return path
 
 
-PEER = Peer(
+_EKFAC = Peer(
+    "bergson",
     "bergson",
     unit="mean eigenvalue of EK-FAC over all layers",
     settings={"default": None},
     multiples=tuple(10 ** (2 * i / 3 - 2) for i in range(10)),
     prepare=Factors,
-    tasks=(LanguageModeling,),
 )
+PEERS = (_EKFAC,)
 
 
 def check() -> None:
@@ -154,4 +155,4 @@ def check() -> None:
 
 
 if __name__ == "__main__":
-    main(PEER, check)
+    main(PEERS, check)
