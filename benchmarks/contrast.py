@@ -11,6 +11,7 @@ twenty most helpful, and the twenty most harmful for the losses are left out and
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from whence import Questions, attribute
 from whence.demo.digits import load_digits_with_flipped_labels
 from whence.validation import removal_effects
 
-TOP, REMOVED, SEEDS = 20, 10, 3
+TOP, REMOVED, SEEDS = 20, 10, 2
+#: Keeps what is trained, so that an interrupted call goes on.
+SCRATCH = Path("runs") / "contrast"
 
 
 def measure(of: Work) -> dict[str, Any]:
@@ -53,7 +56,9 @@ def measure(of: Work) -> dict[str, Any]:
         "the most harmful for the loss": (harmful["loss"][:REMOVED, :TOP], 1.0),
     }
     groups = [group for ends, _ in left_out.values() for group in ends]
-    found = removal_effects(of, len(train), groups, fewest, task=of.task, seeds=range(SEEDS), name=of.name)
+    found = removal_effects(
+        of, len(train), groups, fewest, task=of.task, seeds=range(SEEDS), directory=SCRATCH, name=of.name
+    )
     places, own = torch.arange(len(groups)), torch.arange(REMOVED).repeat(len(left_out))
     # Q is minus the log-odds
     moved, errors = (

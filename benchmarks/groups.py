@@ -22,7 +22,7 @@ from benchmarks.works import Work, manual_topics, work
 from whence import Attribution, attribute
 from whence.validation import removal_effects
 
-NAMES, ERRORS = ("digits", "llama"), ("digits", "cancer", "mnist")
+NAMES, ERRORS = ("digits", "llama"), ("digits", "cancer")
 SEEDS = {"digits": 10, "llama": 2}
 QUERIES = 20
 #: A solve that the exact one is taken from.
