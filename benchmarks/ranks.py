@@ -3,10 +3,11 @@
     python -m benchmarks.ranks [--kills 20] [--only WORK …]
 
 A small Llama, LoRA on it and an MLP are attributed by 1, 2 and 4 processes over gloo, in float64 and in float32, with
-the model whole on each and sharded over all: the largest difference of any score from one process's, relative to the
-largest score; the seconds of the call on the slowest process; and the peak memory, up to then, of the process with
-most (a program goes all ways, one after the other). Written to ``results/ranks.json``. Then runs with a directory lose
-a process to SIGKILL at a random moment, and are gone on with by another number of them (``results/ranks_killed.json``).
+the model whole on each and sharded over all (by exact products, and once more by finite differences): the largest
+difference of any score from one process's, relative to the largest score; the seconds of the call on the slowest
+process; and the peak memory, up to then, of the process with most (a program goes all ways, one after the other).
+Written to ``results/ranks_WORK.json``. Then runs with a directory lose a process to SIGKILL at a random moment, and are
+gone on with by another number of them (``results/ranks_killed.json``).
 
 All processes share this machine's cores, so seconds say what sharing costs here, and nothing of many GPUs.
 """
@@ -90,25 +91,20 @@ WAYS: dict[str, dict[str, Any]] = {
     "cg": {"solver": "cg"},
     "quick": {"accuracy": "quick"},
     "lissa": {"solver": "lissa", "damping": 0.3, "chains": 2},
-    "sharded cg": {
+    "sharded cg": {"solver": "cg"},
+    "sharded quick": {"accuracy": "quick"},
+    "sharded differences": {
         "solver": "cg",
         "product": "finite-difference",
         "micro_batch": 64,
         "method": "directional",
     },
-    "sharded lissa": {
-        "solver": "lissa",
-        "damping": 0.3,
-        "chains": 2,
-        "product": "finite-difference",
-        "micro_batch": 64,
-        "method": "directional",
-    },
+    "sharded lissa": {"solver": "lissa", "damping": 0.3, "chains": 2},
 }
 
 
 #: Every work goes these ways; the MLP all of them.
-USUAL = ("cg", "quick", "sharded cg")
+USUAL = ("cg", "quick", "sharded cg", "sharded quick", "sharded differences")
 
 
 def _ways(work: str) -> list[str]:
@@ -210,7 +206,7 @@ def _sizes(works: list[str]) -> list[dict[str, Any]]:
                     }
                 )
                 print(rows[-1], flush=True)
-            save("ranks", rows)  # so far
+            save(f"ranks_{work}", [row for row in rows if row["work"] == work])  # so far
     return rows
 
 
@@ -291,7 +287,6 @@ def main() -> None:
 
 
 def _report_sizes(sizes: list[dict[str, Any]]) -> None:
-    save("ranks", sizes)
     report(
         "Processes",
         ["work", "way", "dtype", "processes", "difference", "allowed", "", "seconds", "peak MB"],

@@ -237,6 +237,16 @@ def test_a_walk_through_the_explorer(browser: Browser, served: str) -> None:  # 
     )  # the run's own question, too
     browser.find_element("id", "alike").click()
     until(browser, lambda: text("status").startswith("Done") and "Training example" in text("asked"))
+    completion.clear()
+    completion.send_keys(" sat on the log")
+    browser.find_element("id", "set-aside").click()  # what the model itself went on with
+    assert browser.find_element("id", "contrast").get_attribute("value")
+    browser.execute_script("arguments[0].value = ' sat on the mat'", browser.find_element("id", "contrast"))
+    browser.find_element("id", "ask").click()
+    until(browser, lambda: text("status").startswith("Done") and "rather than" in text("asked"))
+    browser.switch_to.frame(frames()[0])
+    assert "rather than" in browser.find_element("css selector", ".question").text
+    browser.switch_to.default_content()
     browser.find_elements("xpath", "//button[text()='beside']")[1].click()
     until(browser, lambda: len(frames()) == 2)
     assert len(browser.find_elements("css selector", "#asked li.shown")) == 2

@@ -14,7 +14,7 @@ from torch import nn
 import whence
 from small import generator
 from tests.tiny_hf import CHAT, byte_level
-from whence.errors import DataError, ModelError
+from whence.errors import DataError, ModelError, OptionError
 from whence.model.selection import select_parameters
 from whence.sources import load_model
 from whence.sources.models import task_of
@@ -322,3 +322,33 @@ def test_adapters_without_their_base_are_refused(tmp_path: Path) -> None:
 def test_task_of_what_is_no_hugging_face_model() -> None:
     with pytest.raises(ModelError, match="task="):
         task_of(nn.Linear(2, 2))
+
+
+def test_trainers_of_several_seeds_are_averaged(trainer: Any, tmp_path: Path) -> None:
+    other = tuned(tmp_path, model=llama(1))
+    result = hf.attribute([trainer, other], QUERY, damping="auto")
+    alone = [hf.attribute(each, QUERY, damping="auto") for each in (trainer, other)]
+    torch.testing.assert_close(result.scores, (alone[0].scores + alone[1].scores) / 2)
+    assert {each.damping for each in result.checkpoints} == {each.solve.plan.damping for each in alone}
+    assert trainer.model.training
+    assert other.model.training
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_points_of_one_training_are_averaged(tmp_path: Path, adapter: bool) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM") if adapter else None
+    trainer = tuned(tmp_path, peft_config=config, save_strategy="steps", save_steps=2)
+    places = [tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"]
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    result = hf.attribute(trainer, QUERY, checkpoints=places)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.model.state_dict().items())
+    parts = {each.name: part for each, part in zip(result.checkpoints, result.chain_scores, strict=True)}
+    last = hf.attribute(trainer, QUERY, training=str(places[1]))
+    torch.testing.assert_close(parts[str(places[1])], last.scores)
+    assert not torch.allclose(parts[str(places[0])], last.scores, rtol=1e-2)
+    words = {each.name: each.damping_words for each in result.checkpoints}
+    assert len(set(words.values())) == 2  # each with a recipe of its own
+    with pytest.raises(ModelError, match=r"weights in .* cannot be loaded"):
+        hf.attribute(trainer, QUERY, checkpoints=[places[0], tmp_path])
+    with pytest.raises(OptionError, match="a list of directories"):
+        hf.attribute(trainer, QUERY, checkpoints=str(places[0]))

@@ -201,7 +201,7 @@ class Options(RunOptions):
         "auto",
         "What all may cost: a multiple of the quick answer's cost, or a time, such as 5min. By default 2.5, and at "
         "least half a minute's work, with accuracy='auto', and no limit with an accuracy that is named; of 'until', "
-        "eight times the first round.",
+        "eight times the first round. Of several checkpoints, each of them.",
         common=True,
     )
     chains: int = option(
@@ -335,7 +335,7 @@ def takes(cls: type[MeasureOptions]) -> Callable[[F], F]:
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
         explained = "\n".join(
-            textwrap.fill(f"{each.name}: {each.metadata['help']}", 108, subsequent_indent="    ")
+            textwrap.fill(f"- {each.name}: {each.metadata['help']}", 108, subsequent_indent="  ")
             for each in fields(cls)
         )
         function.__doc__ = (function.__doc__ or "").replace(

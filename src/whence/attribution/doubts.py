@@ -10,6 +10,7 @@ supposes many examples, and that what they see of the solution is more than its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from whence.attribution.result import Attribution
 
-__all__ = ["doubts"]
+__all__ = ["doubts", "told"]
 
 #: A trace with a larger relative error comes from a few examples: batches vary by twice their mean.
 _UNCERTAIN = 0.25
@@ -31,9 +32,26 @@ _LOOKED_AT, _ROUNDING = 2000, 1e-5
 
 
 def doubts(result: Attribution) -> tuple[str, ...]:
-    """Why the intervals of a result may not hold; empty where nothing speaks against them."""
+    """Why the intervals of a result may not hold; empty where nothing speaks against them.
+
+    Of several checkpoints, what was doubted of each.
+    """
+    if result.checkpoints:
+        return told({each.name: each.doubts for each in result.checkpoints})
     found = (_few_examples(result), _no_gradient(result), _common_error(result), _unseen_error(result))
     return tuple(filter(None, found))
+
+
+def told(of: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """What is to be said of several checkpoints, by their names: once what is said of all."""
+    whose: dict[str, list[str]] = {}
+    for name, sentences in of.items():
+        for sentence in sentences:
+            whose.setdefault(sentence, []).append(name)
+    return tuple(
+        sentence if len(names) == len(of) else f"Checkpoint {', '.join(names)}: {sentence}"
+        for sentence, names in whose.items()
+    )
 
 
 def _few_examples(result: Attribution) -> str:

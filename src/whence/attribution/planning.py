@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from whence.attribution.budget import FACTOR_TERMS, Way
+from whence.attribution.budget import Way
 from whence.attribution.cost import count_passes
 from whence.attribution.job import Job
+from whence.attribution.phases import FACTOR_TERMS, TOP_TERMS
 from whence.errors import RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
 from whence.model.importance import Importance, measure_importance
@@ -32,8 +33,6 @@ _NOISY = 6.0
 _SPECTRUM_PRODUCTS = 24
 #: EK-FAC's s where it stands in for H + λ, chosen by eye on the works of the benchmarks; as a preconditioner it is 1.
 SCALE = 10.0
-#: Terms that λmax is measured on where nothing else of the spectrum is.
-_TOP_TERMS = 1024
 #: Iterations of conjugate gradients with EK-FAC, at most, and those whose basis must fit into memory.
 _MOST, _KEPT_STEPS = 60, 16
 #: What products show of the examples is kept for other λ while it is fewer numbers than this, for so many products.
@@ -55,7 +54,7 @@ def measure_spectrum(run: Run, job: Job, factors: Ekfac | None) -> Spectrum:
 
     def compute() -> Spectrum:
         gnh, random = job.gnh, job.options.generator(1)
-        found = lanczos(gnh.subset(min(_TOP_TERMS, gnh.num_terms), random, distinct=True), generator=random)
+        found = lanczos(gnh.subset(min(TOP_TERMS, gnh.num_terms), random, distinct=True), generator=random)
         top = found.lambda_max
         return Spectrum(
             Estimate(max(factors.trace, top.value)),

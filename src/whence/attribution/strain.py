@@ -26,12 +26,12 @@ from whence.preconditioners.ekfac import Ekfac
 from whence.scoring.scorer import Method, Scorer
 from whence.solvers.cg import ConjugateGradient
 
-__all__ = ["PROBES", "measure_strain"]
+__all__ = ["AMONG", "AMONG_FACTORED", "PROBES", "measure_strain"]
 
 #: Examples that stand for all.
 PROBES = 8
 #: Examples that these are found among: where the system is solved, and where EK-FAC stands in for it.
-_AMONG, _AMONG_FACTORED = 4096, 256
+AMONG, AMONG_FACTORED = 4096, 256
 #: The error that a solve may leave, and its iterations.
 _SCORE_ERROR, _ITERATIONS = 0.15, 40
 
@@ -47,7 +47,7 @@ def measure_strain(
         generator: draws the examples that are looked at, where there are many.
         factors: EK-FAC in place of H; by default the system is solved.
     """
-    n, among = len(gnh.terms), _AMONG if factors is None else _AMONG_FACTORED
+    n, among = len(gnh.terms), AMONG if factors is None else AMONG_FACTORED
     positions = torch.arange(n)
     if n > among:
         drawn = torch.randperm(n, generator=generator, device=generator.device)[:among]

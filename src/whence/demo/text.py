@@ -41,7 +41,8 @@ class Question:
 
 
 #: Prompts in other words than the reference's. Of fourteen written before any result was seen, these are the five
-#: to whose completions the trained model gave the lowest loss; right and wrong answers played no part.
+#: to whose completions the trained model gave the lowest loss; right and wrong answers played no part. What `nonlocal`
+#: does is said in two topics, in nearly the same words.
 QUESTIONS = [
     Question(
         prompt="Cleanup code of a context manager runs even if the block fails, because",
@@ -66,7 +67,7 @@ QUESTIONS = [
     Question(
         prompt="To rebind a variable of the outer function from an inner one, its name must refer to",
         completion=" previously bound variables in the nearest enclosing scope",
-        topics=frozenset({"nonlocal"}),
+        topics=frozenset({"nonlocal", "naming"}),
     ),
 ]
 

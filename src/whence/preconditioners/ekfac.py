@@ -37,7 +37,7 @@ from whence.tasks import Batch, Task
 from whence.tasks.base import noise
 from whence.vectors import ParamVector
 
-__all__ = ["Ekfac", "KroneckerBlock", "ekfac"]
+__all__ = ["Ekfac", "KroneckerBlock", "basis_widths", "ekfac"]
 
 #: Q_G and Q_A of a matrix; None for the identity.
 _Bases = tuple[ParamVector | None, ParamVector | None]
@@ -49,6 +49,8 @@ _EXACT_OUTPUTS = 2
 _DRAWN_TERMS = 4096
 #: Sides up to this width always get a basis; wider ones where finding it costs less than a pass over the data.
 _NARROW = 2048
+#: Wider ones never do.
+_WIDEST = 16384
 #: Terms that bases are found from, for every column of the widest.
 _TERMS_PER_COLUMN = 32
 
@@ -126,7 +128,9 @@ class Ekfac(Preconditioner):
     @property
     def largest(self) -> float:
         """‖P‖, its largest eigenvalue."""
-        tops = [block.eigenvalues.max() for block in self.blocks if block.eigenvalues.numel()]  # it may hold no rows
+        tops = [
+            block.eigenvalues.max() for block in self.blocks if block.eigenvalues.numel()
+        ]  # it may hold no rows
         top = torch.stack([*tops, self.blocks[0].eigenvalues.new_zeros(())]).max()
         return self.damping + self.scale * float(self._ranks.largest(top.double()))
 
@@ -169,7 +173,7 @@ def ekfac(
     examples: int | None = None,
     curvature: Curvature = "auto",
     samples: int | None = None,
-    widest: int = 16384,
+    widest: int = _WIDEST,
 ) -> Ekfac:
     """EK-FAC for ``H + λ``, from two passes over data: some of it for the bases, then all of it for E in them.
 
@@ -218,6 +222,13 @@ def _narrow_enough(gnh: GaussNewton, terms: int, widest: int) -> int:
     """The widest side that gets a basis: its eigenvectors take about 10·width³ operations, a pass 6 per number."""
     affordable = int((0.6 * terms * gnh.num_parameters) ** (1 / 3))
     return min(widest, max(_NARROW, affordable))
+
+
+def basis_widths(gnh: GaussNewton, terms: int) -> list[int]:
+    """Of every basis that is found from so many terms."""
+    widest = _narrow_enough(gnh, terms, _WIDEST)
+    sides = (side for matrix in matrices(gnh.network) for side in matrix.shape[matrix.looked_up :])
+    return [side for side in sides if 1 < side <= widest]
 
 
 class _Draws:
@@ -295,9 +306,7 @@ def _root(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
 class _Measured:
     """Two passes over the data.
 
-    Of a model that every process holds whole, each sums over its share of the examples, and sums are added at the end.
-    Of a sharded model, where such sums would be as large as the whole of it, they are added after every micro-batch, and
-    each process keeps its rows.
+    Sums over the examples are `whence.preconditioners.sums`.
     """
 
     def __init__(self, gnh: GaussNewton, draws: _Draws, widest: int, generator: torch.Generator) -> None:
@@ -305,7 +314,7 @@ class _Measured:
         self.layers = gnh.example_gradients()
         self.matrices = matrices(gnh.network)
         self.scales = {matrix: _side_scales(matrix, gnh.network.metric) for matrix in self.matrices}
-        self.size = min(self.layers.at_once, gnh.micro_batch, draws.at_once)
+        self.size = min(gnh.micro_batch, draws.at_once)
 
     def factors(self, positions: Tensor) -> tuple[KroneckerBlock, ...]:
         """The blocks, from these examples."""
@@ -357,10 +366,14 @@ class _Measured:
                     add(matrix, 1, packed)
 
         def basis(matrix: Matrix, side: int) -> ParamVector | None:
-            moment = moments.pop((matrix, side), self._zeros(matrix).new_zeros(2 * matrix.shape[side : side + 1]))
+            moment = moments.pop(
+                (matrix, side), self._zeros(matrix).new_zeros(2 * matrix.shape[side : side + 1])
+            )
             found = None if moment is None else _eigenvectors(moment.whole()[""], matrix)
             # one basis for all: eigenvectors are not unique
-            return None if found is None or moment is None else of_one(ranks.same(found)).parted(moment.shards)
+            return (
+                None if found is None or moment is None else of_one(ranks.same(found)).parted(moment.shards)
+            )
 
         return {matrix: (basis(matrix, 0), basis(matrix, 1)) for matrix in self.matrices}
 
@@ -398,9 +411,14 @@ class _Measured:
         for passed in self._passes(positions, tick):
             for matrix, sides in bases.items():
                 left, right = (None if side is None else side.whole()[""] for side in sides)
-                turned = self._turned(matrix, left, right, passed)
-                if turned is not None:
-                    squares.add(matrix, turned.square().sum(0))
+                squared: Tensor | None = None
+                for few in passed.of_few(matrix.names, math.prod(matrix.shape)):
+                    turned = self._turned(matrix, left, right, few)
+                    if turned is not None:
+                        of_few = turned.square().sum(0)
+                        squared = of_few if squared is None else squared.add_(of_few)
+                if squared is not None:
+                    squares.add(matrix, squared)
         # the sum over the examples becomes an unbiased mean over terms with TermSet's weight
         weight = self.gnh.terms.weight(len(positions))
         found = []
@@ -415,7 +433,9 @@ class _Measured:
                     f"gradients of {matrix.weight!r} are not finite, or too large for this precision; check the "
                     "model's parameters, or use float32 or float64"
                 )
-            found.append(KroneckerBlock.joined(matrix, left_basis, right_basis, total, self.gnh.network.ranks))
+            found.append(
+                KroneckerBlock.joined(matrix, left_basis, right_basis, total, self.gnh.network.ranks)
+            )
         return tuple(found)
 
     def _turned(

@@ -1,8 +1,8 @@
 """`Sums`: sums over examples, of which several processes have shares; each sum is one tensor.
 
-Where every process holds the model whole, it adds up what its own examples give, and processes are summed at the end. Of
-a sharded model such sums would be as large as the whole of it: they are summed over processes after every micro-batch,
-as gradients are, and each process keeps its rows.
+Where every process holds the model whole, it adds up what its own examples give, and processes are summed at the end.
+Of a sharded model such sums would be as large as the whole of it: they are summed over processes after every
+micro-batch, as gradients are, and each process keeps its rows.
 """
 
 from __future__ import annotations

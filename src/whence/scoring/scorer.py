@@ -104,11 +104,10 @@ class Scorer:
             )
         if not missing:
             self._costs["layers"] = self.work.layers(self._count, norms=norms)
-        # without lengths, most layers need no gradients for their products
-        held = gnh.example_gradients().at_once * (1 if norms else 4) if "layers" in self._costs else 1
-        self._at_once = min(gnh.micro_batch, held)
         #: ``"directional"``, ``"layers"`` or ``"gradients"``.
         self.method: str = min(self._costs, key=self._costs.__getitem__) if method == "auto" else method
+        #: Examples per pass along all directions together, whose tangents are the largest.
+        self._at_once = gnh.examples_at_once(self._opened)
         self._derivatives: DirectionalDerivatives | None = None
 
     @property
@@ -153,12 +152,12 @@ class Scorer:
                     products, squares[column] = gradient_products(self.gnh, self._opened, batch)
                     result[:k, column] = products.cpu()
         elif self.method == "layers":
-            for columns, batch in self._batches(positions, self._at_once):
+            for columns, batch in self._batches(positions, self.gnh.micro_batch):
                 products, lengths = layer_products(self.gnh, self._opened, batch, norms=self.norms)
                 held = len(columns)
                 result[:k, columns], squares[columns] = products[:, :held].cpu(), lengths[:held].cpu()
         else:
-            for columns, shares in self._shares(self._batches(positions, self.gnh.micro_batch)):
+            for columns, shares in self._shares(self._batches(positions, self._at_once)):
                 result[:, columns] = shares[:, : len(columns)].sum(2)
         result, squares = ranks.sum(result), ranks.sum(squares)
         if not self._probes:
@@ -184,7 +183,7 @@ class Scorer:
         directional derivatives cost, whichever way scores are computed in.
         """
         result = [torch.empty(0)] * len(positions)
-        alike = self._batches(positions, self.gnh.micro_batch, all_alike=True)
+        alike = self._batches(positions, self._at_once, all_alike=True)
         for columns, shares in self._shares(alike):
             for row, column in enumerate(columns.tolist()):
                 alone = self.terms.fetch(positions[column : column + 1])  # without its batch's padding

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from whence.cards import table_card
 from whence.errors import OptionError
 from whence.operators import check_damping as check_number
 from whence.spectrum import Spectrum
@@ -291,24 +292,36 @@ class Plan:
         """
         return 4 + self.chains
 
-    def __str__(self) -> str:
-        spectrum = self.spectrum
-        lines = [
-            f"damping   λ    {self.damping:.4g}   (κ = λmax/λ = {self.condition_number:.3g})",
-            f"step      η    {self.step_size:.4g}",
-            f"batch    |B|   {self.batch_size:,} terms   (C = {self.constant:.3g})",
-            f"steps     T    {self.num_steps:,}   in each of {self.chains} chains",
-            f"expected       bias ≤ {self.bias:.2g}, sampling ≤ {self.sampling_error:.2g} of ‖g‖/λ (last iterate)",
-            f"cost           {self.num_products:,} products over {self.num_term_products:,} terms"
-            + (f", about {format_duration(self.seconds)}" if self.seconds is not None else ""),
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Name, symbol and value of everything that is shown."""
+        cost = f"{self.num_products:,} products over {self.num_term_products:,} terms"
+        if self.seconds is not None:
+            cost += f", about {format_duration(self.seconds)}"
+        memory = f"{self.memory_copies} vectors of the parameters' size per right-hand side"
+        if self.spectrum.num_parameters is not None:
+            memory += f": {format_bytes(4 * self.spectrum.num_parameters * self.memory_copies)} in float32"
+        expected = f"bias ≤ {self.bias:.2g}, sampling ≤ {self.sampling_error:.2g} of ‖g‖/λ (last iterate)"
+        rows = [
+            ("damping", "λ", f"{self.damping:.4g}   (κ = λmax/λ = {self.condition_number:.3g})"),
+            ("step", "η", f"{self.step_size:.4g}"),
+            ("batch", "|B|", f"{self.batch_size:,} terms   (C = {self.constant:.3g})"),
+            ("steps", "T", f"{self.num_steps:,}   in each of {self.chains} chains"),
+            ("expected", "", expected),
+            ("cost", "", cost),
+            ("memory", "", memory),
         ]
-        memory = f"memory         {self.memory_copies} vectors of the parameters' size per right-hand side"
-        if spectrum.num_parameters is not None:
-            memory += f": {format_bytes(4 * spectrum.num_parameters * self.memory_copies)} in float32"
-        lines.append(memory)
         if not self.stable:
-            lines.append("warning        step or batch is outside the stable range: expect divergence")
-        return "\n".join(lines)
+            rows.append(("warning", "", "step or batch is outside the stable range: expect divergence"))
+        return rows
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<8} {symbol:^4}  {value}" for name, symbol, value in self._rows())
+
+    def _repr_html_(self) -> str:
+        """A card, for notebooks."""
+        return table_card(
+            "LiSSA's plan", [(f"{name} {symbol}", value) for name, symbol, value in self._rows()]
+        )
 
 
 def _ceil(x: float) -> int:

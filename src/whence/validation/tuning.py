@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from whence.attribution import Attribution, attribute
 from whence.distributed import one_process
 from whence.errors import DataError, OptionError
+from whence.libraries import data_frame
+from whence.model.inspection import check_mode
 from whence.model.selection import ParameterFilter
 from whence.options import MeasureOptions, chosen_options, takes
 from whence.runs.files import given_path
@@ -156,6 +158,13 @@ class Tuning:
             told.append("The solve at the smallest λ did not converge: take small λ with caution.")
         return " ".join(told)
 
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with a row for each λ, largest first."""
+        rows = zip(self.dampings, self.lds, strict=True)
+        return data_frame(
+            [{"damping": λ, "lds": each.value, "low": each.low, "high": each.high} for λ, each in rows]
+        )
+
     def to_json(self) -> dict[str, Any]:
         """All numbers but the effects, for scripts."""
         return {
@@ -249,6 +258,7 @@ def tune(
         (12, True)
     """
     one_process("tune")
+    check_mode(model)
     chosen = chosen_options(MeasureOptions, options, given)
     grid = _grid(multiples)
     if type(halves) is not int or halves < _LEAST_HALVES:

@@ -108,6 +108,11 @@ def validate(
     """
     one_process("validate")
     check_options(budget_seconds, points)
+    if result.checkpoints:
+        raise OptionError(
+            f"these scores are means over {len(result.checkpoints)} checkpoints, and the checks are about one model; "
+            "validate the run of one of them, whose directory is inside this one’s"
+        )
     settings = result.settings
     gnh = GaussNewton(
         model,

@@ -153,13 +153,19 @@
     ask({ [by("which").value]: Number(by("number").value) });
   });
   if (by("text-form")) {
-    const prompt = by("prompt"), completion = by("completion");
+    const prompt = by("prompt"), completion = by("completion"), contrast = by("contrast");
+    let first = "";
+    const offer = () => { by("set-aside").hidden = !first || completion.value === first; };
+    completion.addEventListener("input", offer);
+    by("set-aside").addEventListener("click", () => { contrast.value = first; });
     by("complete").addEventListener("click", async () => {
       completion.value = "";
       status.textContent = "The model is writing…";
       by("stop").hidden = false;
       const done = await lines("complete", { prompt: prompt.value, limit: Number(by("limit").value) }, told => { completion.value += told.text; });
       by("stop").hidden = true;
+      first = completion.value;
+      offer();
       if (done) status.textContent = completion.value ? "Complete. Ask, or mark a part of it first." : "It had nothing to say.";
     });
     by("stop").addEventListener("click", () => { running?.abort(); status.textContent = "Stopped."; });
@@ -168,9 +174,10 @@
       const { value, selectionStart: from, selectionEnd: to } = completion;
       const marked = to > from && value.slice(from, to).trim();
       // what stands before the marked part is given, what comes after is not asked about
+      const rather = contrast.value ? { contrast: contrast.value } : {};
       ask(marked
-        ? { prompt: prompt.value + value.slice(0, from), completion: value.slice(from, to) }
-        : { prompt: prompt.value, completion: value });
+        ? { prompt: prompt.value + value.slice(0, from), completion: value.slice(from, to), ...rather }
+        : { prompt: prompt.value, completion: value, ...rather });
     });
   }
   refresh();
