@@ -29,6 +29,7 @@ from whence.model.gauss_newton import ACTIVATION_BUDGET, GaussNewton
 from whence.model.inspection import check_finite
 from whence.model.layers import Call, Matrix, Passed, matrices
 from whence.preconditioners.base import Preconditioner, check_damping
+from whence.preconditioners.kronecker import KroneckerBlock, Turned, by_position, side_of
 from whence.progress import ticker
 from whence.tasks import Batch, Task
 from whence.tasks.base import noise
@@ -46,45 +47,6 @@ _DRAWN_TERMS = 4096
 _NARROW = 2048
 #: Terms that bases are found from, for every column of the widest.
 _TERMS_PER_COLUMN = 32
-
-
-@dataclass(frozen=True, eq=False)
-class KroneckerBlock:
-    """``(Q_G ⊗ Q_A) diag(E) (Q_G ⊗ Q_A)ᵀ`` for one matrix of parameters.
-
-    Attributes:
-        matrix: the parameters, a weight with its bias or any other alone.
-        left: Q_G, ``[rows, rows]``; None for the identity.
-        right: Q_A, ``[columns, columns]``; None for the identity.
-        eigenvalues: E, ``[rows, columns]``.
-    """
-
-    matrix: Matrix
-    left: Tensor | None
-    right: Tensor | None
-    eigenvalues: Tensor
-
-    def apply(self, vector: ParamVector, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """``Q f(E) Qᵀ v`` for these parameters; on a block, for each column."""
-        lead = () if vector.columns is None else (vector.columns,)
-        packed = self.matrix.pack(vector.whole_of(self.matrix.names), lead)
-        turned = self._turned(packed, self.left, self.right)
-        turned = turned * function(self.eigenvalues.to(packed))
-        back = self._turned(turned, *(None if q is None else q.T for q in (self.left, self.right)))
-        found = self.matrix.unpack(back, vector.shape_of(self.matrix.weight))
-        if vector.shards is None:
-            return found
-        return {name: vector.own_rows(name, whole).clone() for name, whole in found.items()}
-
-    def rotated(self, packed: Tensor) -> Tensor:
-        """``Q_Gᵀ G Q_A``."""
-        return self._turned(packed, self.left, self.right)
-
-    @staticmethod
-    def _turned(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
-        if left is not None:
-            matrix = left.T.to(matrix) @ matrix
-        return matrix if right is None else matrix @ right.to(matrix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,8 +276,7 @@ class _Measured:
         self.gnh, self.draws, self.widest, self.generator = gnh, draws, widest, generator
         self.layers = gnh.example_gradients()
         self.matrices = matrices(gnh.network)
-        metric = None if gnh.network.metric is None else gnh.network.opened(gnh.network.metric)
-        self.scales = {matrix: _side_scales(matrix, metric) for matrix in self.matrices}
+        self.turned = Turned(gnh)
         self.size = min(self.layers.at_once, gnh.micro_batch, draws.at_once)
 
     def factors(self, positions: Tensor) -> tuple[KroneckerBlock, ...]:
@@ -362,12 +323,12 @@ class _Measured:
 
         for passed in self._passes(positions, tick):
             for matrix in self.matrices:
-                calls = _by_position(matrix, passed)
+                calls = by_position(matrix, passed)
                 if calls:
                     for call, kind in calls:
                         self._add_sides(matrix, call, kind, add)
                     continue
-                packed = self._packed(matrix, passed)
+                packed = self.turned.packed(matrix, passed)
                 if packed is not None:
                     add(matrix, 0, packed.mT)
                     add(matrix, 1, packed)
@@ -398,18 +359,20 @@ class _Measured:
         add: Callable[[Matrix, int, Tensor], None],
     ) -> None:
         g = call.outputs_by_position
-        rows, columns = self.scales[matrix]
+        rows, columns = self.turned.scales[matrix]
         if call.is_embedding:
-            add(matrix, 1, _side(g, columns, None))
+            add(matrix, 1, side_of(g, columns, None))
         elif kind == "bias":
-            add(matrix, 0, _side(g.sum(1), rows, None))
+            add(matrix, 0, side_of(g.sum(1), rows, None))
         else:
             # a position that nothing depends on but by rounding, such as padding, tells nothing of the inputs
             sizes = g.abs().amax(-1, keepdim=True)
             met = sizes > math.sqrt(torch.finfo(g.dtype).eps) * sizes.amax(1, keepdim=True)
-            add(matrix, 1, _side(call.inputs_by_position(bias=matrix.bias is not None) * met, columns, None))
+            add(
+                matrix, 1, side_of(call.inputs_by_position(bias=matrix.bias is not None) * met, columns, None)
+            )
             if not matrix.looked_up:  # an embedding's inputs are one-hot, and their moment diagonal
-                add(matrix, 0, _side(g, rows, None))
+                add(matrix, 0, side_of(g, rows, None))
 
     # --- E -----------------------------------------------------------------------------------------------
 
@@ -418,7 +381,7 @@ class _Measured:
     ) -> tuple[KroneckerBlock, ...]:
         for passed in self._passes(positions, tick):
             for block in blocks.values():
-                turned = self._turned(block, passed)
+                turned = self.turned.of(block, passed)
                 if turned is not None:
                     block.eigenvalues.add_(turned.square().sum(0))
         # the sum over the examples becomes an unbiased mean over terms with TermSet's weight
@@ -432,78 +395,9 @@ class _Measured:
                 )
         return tuple(blocks.values())
 
-    def _turned(self, block: KroneckerBlock, passed: Passed) -> Tensor | None:
-        """``Q_Gᵀ G Q_A`` of every example, ``[n, rows, columns]``.
-
-        Of a linear layer it is ``Σ_t (Q_Gᵀg_t)(Q_Aᵀa_t)ᵀ``, which turns vectors and no matrices.
-        """
-        matrix, calls = block.matrix, _by_position(block.matrix, passed)
-        if not calls:
-            packed = self._packed(matrix, passed)
-            return None if packed is None else block.rotated(packed)
-        rows, columns = self.scales[matrix]
-        total: Tensor | None = None
-        for call, kind in calls:
-            g = call.outputs_by_position
-            if call.is_embedding:
-                found = call.looked_up(_side(g, columns, block.right))
-                found = block._turned(found if rows is None else found * rows.unsqueeze(1), block.left, None)
-            elif kind == "bias":
-                found = _side(g.sum(1), rows, block.left).unsqueeze(-1)
-                found = found if columns is None else found * columns
-            else:
-                a = call.inputs_by_position(bias=matrix.bias is not None)
-                found = torch.bmm(_side(g, rows, block.left).mT, _side(a, columns, block.right))
-            total = found if total is None else total.add_(found)
-        return total
-
-    def _packed(self, matrix: Matrix, passed: Passed) -> Tensor | None:
-        """G of every example, or of the batch where examples have none, in the metric's coordinates."""
-        tensors = {}
-        for name in matrix.names:
-            found = passed.gradients(name)
-            if found is None and name in passed.others:
-                found = passed.others[name].unsqueeze(0)
-            if found is not None:
-                tensors[name] = found
-        if not tensors:
-            return None
-        some = next(iter(tensors.values()))
-        for name in matrix.names:  # a weight without its bias, or the other way round, does for zeros
-            tensors.setdefault(name, some.new_zeros(len(some), *self.gnh.network.parameters[name].shape))
-        packed = matrix.pack(tensors, (len(some),))
-        rows, columns = self.scales[matrix]
-        packed = packed if rows is None else packed * rows.unsqueeze(1).to(packed)
-        return packed if columns is None else packed * columns.to(packed)
-
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _by_position(matrix: Matrix, passed: Passed) -> Sequence[tuple[Call, str]]:
-    """The calls of a matrix's layers, if all tell its gradient by vectors at positions; none otherwise."""
-    calls = passed.calls.get(matrix.weight, ())
-    fits = all(
-        call.is_embedding or (call.is_linear and (kind == "bias" or call.transposed == matrix.transposed))
-        for call, kind in calls
-    )
-    return calls if fits else ()
-
-
-def _side(vectors: Tensor, scale: Tensor | None, basis: Tensor | None) -> Tensor:
-    """One side of a gradient, in the metric's coordinates and turned into its basis."""
-    vectors = vectors if scale is None else vectors * scale.to(vectors)
-    return vectors if basis is None else vectors @ basis.to(vectors)
-
-
-def _side_scales(matrix: Matrix, metric: ParamVector | None) -> tuple[Tensor | None, Tensor | None]:
-    """``r^(-1/2)`` and ``c^(-1/2)`` of a metric ``D = r cᵀ``; of any other metric, of the nearest such."""
-    if metric is None:
-        return None, None
-    packed = matrix.pack(metric)
-    whole = packed.mean()
-    return (packed.mean(1) / whole.sqrt()).rsqrt(), (packed.mean(0) / whole.sqrt()).rsqrt()
 
 
 def _eigenvectors(moment: Tensor | None, matrix: Matrix) -> Tensor | None:

@@ -1,0 +1,6 @@
+"""An index of the training examples: made once, and every later question is answered from it in a moment."""
+
+from whence.index.answer import Answer
+from whence.index.index import Index, index
+
+__all__ = ["Answer", "Index", "index"]

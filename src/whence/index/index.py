@@ -1,0 +1,418 @@
+"""`index`: what every later question needs, made once; `Index.ask`: answers from it.
+
+    queries → metric → factors → spectrum → damping → fit → parts → error          index
+    queries → estimates → candidates → solve → score → result                      ask
+
+What is made is what the quick answer of `whence.attribute` is made of, and for every training example the signs of its
+rotated whitened gradient (`whence.index.signs`). A question then takes its own gradient, a table look-up for every
+byte, and the examples at the ends of the ranking scored as the quick answer scores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whence.attribution.budget import Way
+from whence.attribution.damping import Metric, Weighed, in_metric, weigh
+from whence.attribution.exhibits import Describe, describer
+from whence.attribution.identity import Portrait, model_identity, refuse_another
+from whence.attribution.job import Job, query_terms
+from whence.attribution.pipeline import ask, conclude, score, solve
+from whence.attribution.planning import SCALE, Planned, make_factors, measure
+from whence.attribution.scores import PartSize, part_of_minute
+from whence.errors import OptionError, RunDirectoryError
+from whence.index.answer import Answer
+from whence.index.parts import Part, check_same, make_parts, read_parts
+from whence.index.signs import estimates
+from whence.index.whitened import Whitened
+from whence.model.data import TermSet
+from whence.model.gauss_newton import GaussNewton
+from whence.model.selection import ParameterFilter
+from whence.operators import Damped, failures_become_typed
+from whence.options import AskOptions, IndexOptions, Options, chosen_options, takes
+from whence.preconditioners.ekfac import Ekfac
+from whence.progress import Stopwatch
+from whence.runs import Run, differences, opened
+from whence.runs.files import given_path
+from whence.runs.manifest import Manifest
+from whence.scoring import Scorer
+from whence.scoring.cost import count_work
+from whence.solvers.factored import Factored, Fit
+from whence.solvers.plan import Plan
+from whence.spectrum import Spectrum
+from whence.tasks import Task
+from whence.threads import one_at_a_time
+from whence.training import Training
+
+__all__ = ["Index", "index"]
+
+#: Training examples that are asked about to find the answers' size and the estimates' error, and those that the error
+#: is measured on.
+_PILOTS, _CALIBRATED = 8, 256
+#: Terms that the size is found from.
+_FIT_TERMS = 16384
+_WAY = Way(True, False, 0, "Answered from an index.")
+
+
+@dataclass(frozen=True)
+class _Calibration:
+    """The root mean square of ``(estimate - score) / (c ‖q‖)``; 1 is expected."""
+
+    error: float
+
+
+@takes(IndexOptions)
+@one_at_a_time
+@failures_become_typed()
+def index(
+    model: nn.Module,
+    train: Any,
+    *,
+    task: Task,
+    directory: str | Path,
+    params: ParameterFilter | None = None,
+    describe: Describe | None = None,
+    tokenizer: Any = None,
+    class_names: Sequence[str] | None = None,
+    training: Any = None,
+    on_run: Callable[[Run], None] | None = None,
+    options: IndexOptions | None = None,
+    **given: Any,
+) -> Index:
+    """Make what every later question needs, once; or go on with it, or add examples that have come to the data.
+
+    Factors, spectrum and λ are of the data as they were at the beginning. Examples that are added later have scores by
+    these, so an index of which a good part was added should be made anew.
+
+    Args:
+        model: as of `whence.attribute`; so are train, task, params and training.
+        train: data that may have grown behind what is in the index.
+        task: what the model's outputs mean.
+        directory: where it is kept.
+        params: which parameters.
+        describe: what to show of an example.
+        tokenizer: turns tokens into words.
+        class_names: labels in words.
+        training: how the model was trained.
+        on_run: called with the run once the directory is open, to keep something there.
+        options: all options at once; those given by keyword go before.
+        **given: any of these options.
+
+            {options}
+
+    Example:
+        >>> import tempfile
+        >>> from whence import Classification
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(2, 3).eval()
+        >>> train = [(torch.randn(2), i % 3) for i in range(30)]
+        >>> made = index(model, train, task=Classification(), directory=tempfile.mkdtemp(), bytes=64)
+        >>> made.ask(train[:1], rescored=10).estimates.shape
+        torch.Size([1, 30])
+    """
+    chosen = chosen_options(IndexOptions, options, given)
+    place = given_path(directory, "directory")
+    gnh = _operator(model, task, train, params, chosen)
+    recipe = None if training is None else Training.read(training, model)
+    identity = {**model_identity(gnh), "training": "" if recipe is None else recipe.identity}
+    with Run(place, chosen.saved(), identity=identity) as run:
+        if on_run is not None:
+            on_run(run)
+        now = Portrait.of(gnh, _first_two(gnh))
+        refuse_another(run.path, run.keep("model", Portrait, lambda: now), now)
+        _make(run, gnh, chosen, recipe, identity)
+    return Index.open(
+        place, model, train, task=task, params=params, describe=describe, tokenizer=tokenizer,
+        class_names=class_names,
+    )  # fmt: skip
+
+
+def _operator(
+    model: nn.Module, task: Task, train: Any, params: ParameterFilter | None, options: IndexOptions
+) -> GaussNewton:
+    gnh = GaussNewton(
+        model,
+        task,
+        train,
+        params=params,
+        product=options.product,  # type: ignore[arg-type]  # checked
+        micro_batch=options.micro_batch,
+    )
+    if gnh.network.ranks.size > 1:
+        raise OptionError(
+            f"an index is made and asked by one process, and there are {gnh.network.ranks.size}; start it without "
+            "torchrun"
+        )
+    return gnh
+
+
+def _first_two(gnh: GaussNewton) -> Tensor:
+    """Whatever is added to the data, these stay."""
+    return torch.arange(min(2, len(gnh.terms)))
+
+
+def _job(gnh: GaussNewton, queries: TermSet, options: Options, **more: Any) -> Job:
+    def nothing(position: int) -> Any:
+        raise AssertionError(position)
+
+    known: dict[str, Any] = {
+        "positions": torch.arange(len(gnh.terms)), "not_scored": "", "identity": {}, "own_solver": None,
+        "show_query": nothing, "show_example": nothing, "class_names": None,
+    }  # fmt: skip
+    return Job(gnh=gnh, queries=queries, options=options, **(known | more))
+
+
+def _options(options: IndexOptions, **more: Any) -> Options:
+    """The same, as of an attribution."""
+    shared = {each.name for each in fields(Options)}
+    own = {name: value for name, value in vars(options).items() if name in shared}
+    return Options(**{**own, "accuracy": "quick", **more})
+
+
+def _make(
+    run: Run, gnh: GaussNewton, options: IndexOptions, training: Training | None, identity: dict[str, str]
+) -> None:
+    """All artifacts of an index."""
+    terms = gnh.terms
+    pilots = terms.spread(_PILOTS)
+    asked = TermSet(terms.data, gnh.task, gnh.network.device, indices=pilots)
+    job = in_metric(run, _job(gnh, asked, _options(options), training=training, identity=identity))
+    gnh = job.gnh
+    factors = make_factors(run, job, _WAY)
+    assert factors is not None
+    factors = factors.with_scale(SCALE)
+    spectrum = measure(run, job, factors)
+    weighed = weigh(run, job, gnh.zeros(1), spectrum, halves=False, factors=factors)
+    factors = factors.with_damping(weighed.damping)
+
+    def fit() -> Fit:
+        random = options.generator(9)
+        some = gnh.subset(min(_FIT_TERMS, gnh.num_terms), random, distinct=True)
+        solver = Factored(preconditioner=factors)
+        gradients = gnh.gradients([terms.data[position] for position in pilots.tolist()])
+        return solver.fitted(Damped(some, weighed.damping), gradients, generator=random)
+
+    run.keep("fit", Fit, fit, operator=gnh)
+    whitened = Whitened(gnh, factors, 8 * options.bytes, options.generator(10))
+    cost = count_work(gnh, terms.fetch(terms.longest(2))).layers(1, norms=True)
+    size = run.keep(
+        "part-size", PartSize, lambda: PartSize(options.part_size or part_of_minute(cost, gnh.micro_batch))
+    )
+    make_parts(run, whitened, size.examples)
+
+    def calibrated() -> _Calibration:
+        assert run.path is not None
+        return _calibrate(whitened, pilots, read_parts(opened(run.path)))
+
+    run.keep("calibration", _Calibration, calibrated)
+
+
+def _calibrate(whitened: Whitened, pilots: Tensor, parts: Sequence[Part]) -> _Calibration:
+    """Estimates beside scores, of pilots with other examples."""
+    gnh = whitened.gnh
+    some = gnh.terms.spread(_CALIBRATED)
+    some = some[~torch.isin(some, pilots)]
+    if len(some) == 0:
+        return _Calibration(1.0)
+    gradients = gnh.gradients([gnh.terms.data[position] for position in pilots.tolist()])
+    exact = Scorer(gnh, whitened.factors.solve(gradients)).score(some)
+    rotated = whitened.of_gradients(gradients)
+    found, sizes = _estimated(parts, rotated)
+    lengths = rotated.double().norm(dim=1, keepdim=True).cpu()
+    expected = lengths * sizes[some].double()
+    usual = expected > 1e-6 * expected.max()  # of an example without a gradient both are zero
+    errors = ((found[:, some] - exact) / expected)[usual]
+    return _Calibration(max(float(errors.square().mean().sqrt()) if len(errors) else 1.0, 1e-6))
+
+
+def _estimated(parts: Sequence[Part], rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Inner products with all examples, and these' sizes."""
+    return (
+        torch.cat([estimates(part.signs, rotated) for part in parts], dim=1),
+        torch.cat([part.signs.sizes for part in parts]),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """An index that was made by `whence.index`.
+
+    Attributes:
+        directory: where it is kept.
+        gnh: the operator, in the metric of its damping.
+        whitened: rotates gradients.
+        parts: of the training examples.
+        weighed: λ, and how it was found.
+        spectrum: as far as it is known.
+        fit: size and error of the answers.
+        calibration: of the estimates.
+        options: that it was made with.
+    """
+
+    directory: Path
+    gnh: GaussNewton
+    whitened: Whitened
+    parts: Sequence[Part]
+    weighed: Weighed
+    spectrum: Spectrum
+    fit: Fit
+    calibration: _Calibration
+    options: IndexOptions
+    identity: dict[str, str]
+    describe: Describe | None = None
+    tokenizer: Any = None
+    class_names: Sequence[str] | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Index({len(self.gnh.terms):,} examples of {self.options.bytes + 12:,} bytes, λ = "
+            f"{self.weighed.damping:.4g}, in {str(self.directory)!r})"
+        )
+
+    @staticmethod
+    @one_at_a_time
+    @failures_become_typed()
+    def open(
+        directory: str | Path,
+        model: nn.Module,
+        train: Any,
+        *,
+        task: Task,
+        params: ParameterFilter | None = None,
+        describe: Describe | None = None,
+        tokenizer: Any = None,
+        class_names: Sequence[str] | None = None,
+    ) -> Index:
+        """Read an index.
+
+        Raises:
+            RunDirectoryError: there is none, it is unfinished, was damaged, or is of another model or other data.
+        """
+        kept = opened(given_path(directory, "directory"))
+        if "part-size" not in kept:
+            raise RunDirectoryError(
+                f"{kept.path} holds no index, or an unfinished one; make it with whence index"
+            )
+        calibration = kept.value("calibration", _Calibration)
+        options = _options_of(kept)
+        gnh = _operator(model, task, train, params, options)
+        identity = {**model_identity(gnh), "training": kept.content.identity.get("training", "")}
+        found = list(differences(kept.content.identity, identity))
+        if found:
+            raise RunDirectoryError(
+                f"{kept.path} holds an index of something else ({'; '.join(found)}). Give the model, task and "
+                "parameters that it was made of, or make another index"
+            )
+        refuse_another(kept.path, kept.value("model", Portrait), Portrait.of(gnh, _first_two(gnh)))
+        parts = read_parts(kept)
+        if not parts or parts[-1].end != len(gnh.terms):
+            there = parts[-1].end if parts else 0
+            raise RunDirectoryError(
+                f"the index in {kept.path} is of {there:,} examples, the training data have {len(gnh.terms):,}. Run "
+                "whence index again with all of them to add what has come, or give the data that it was made of"
+            )
+        metric = kept.value("metric", Metric, device=gnh.network.device).diagonal
+        if metric is not None:
+            gnh = gnh.in_metric(metric)
+        gnh.restore_state(kept.operator("fit"))
+        weighed = kept.value("damping", Weighed)
+        factors = kept.value("factors", Ekfac, device=gnh.network.device)
+        factors = factors.with_damping(weighed.damping).with_scale(SCALE)
+        whitened = Whitened(gnh, factors, 8 * options.bytes, options.generator(10))
+        return Index(
+            kept.path, gnh, whitened, parts, weighed, kept.value("spectrum", Spectrum), kept.value("fit", Fit),
+            calibration, options, dict(kept.content.identity), describe, tokenizer, class_names,
+        )  # fmt: skip
+
+    @takes(AskOptions)
+    @one_at_a_time
+    @failures_become_typed()
+    def ask(self, queries: Any, *, options: AskOptions | None = None, **given: Any) -> Answer:
+        """Which training examples are behind these answers, from the index.
+
+        Args:
+            queries: as of `whence.attribute`.
+            options: all options at once; those given by keyword go before.
+            **given: any of these options.
+
+                {options}
+        """
+        chosen = chosen_options(AskOptions, options, given)
+        gnh, clock, nowhere = self.gnh, Stopwatch(), Run(None, {}, identity={})
+        asked_about = query_terms(queries, gnh)
+        train = gnh.terms.data
+        job = _job(
+            gnh,
+            asked_about,
+            _options(
+                self.options, damping=self.weighed.damping, baseline=chosen.baseline, shown=chosen.shown,
+                title=chosen.title,
+            ),
+            identity=self.identity,
+            show_query=describer(queries, None, self.tokenizer, self.class_names),
+            show_example=describer(train, self.describe, self.tokenizer, self.class_names),
+            class_names=self.class_names,
+        )  # fmt: skip
+        with clock.phase("queries"):
+            asked = ask(nowhere, job)
+        with clock.phase("estimates"):
+            rotated = self.whitened.of_gradients(asked.gradients)
+            found, sizes = _estimated(self.parts, rotated)
+            lengths = rotated.double().norm(dim=1, keepdim=True).cpu()
+            stderr = self.fit.scale * self.calibration.error * lengths * sizes.double()
+            found = self.fit.scale * found.double()
+            positions = _ends(found, chosen.rescored)
+            self._check_data(positions)
+        job = _with_positions(job, positions)
+        plan = Plan.tuned(
+            self.spectrum, self.weighed.damping, num_terms=gnh.num_terms, chains=job.options.chains
+        )
+        planned = Planned(Factored(preconditioner=self.whitened.factors, fit=self.fit), plan, _WAY.words, ())
+        with clock.phase("solve"):
+            solved = solve(nowhere, job, planned, asked, 0, None)
+        with clock.phase("scores"):
+            scores = score(nowhere, job, planned, asked, 0, solved, None)
+        with clock.phase("page"):
+            result = conclude(nowhere, "result", job, self.weighed, planned, asked, solved, scores, "", clock)
+        return Answer(result, found, stderr)
+
+    def _check_data(self, positions: Tensor) -> None:
+        for part in self.parts:
+            own = positions[(positions >= part.first) & (positions < part.end)]
+            check_same(part, self.gnh.terms, own.tolist(), str(self.directory))
+
+
+def _ends(found: Tensor, count: int) -> Tensor:
+    """Positions of so many examples at the ends of each query's ranking, two thirds of them helpful."""
+    n = found.shape[1]
+    if count >= n:
+        return torch.arange(n)
+    helpful = max(1, -(-2 * count // 3))
+    ends = [found.topk(helpful, dim=1).indices, found.topk(count - helpful, dim=1, largest=False).indices]
+    both: Tensor = torch.cat(ends, dim=1)
+    return torch.unique(both)
+
+
+def _with_positions(job: Job, positions: Tensor) -> Job:
+    n = len(job.gnh.terms)
+    said = ""
+    if len(positions) < n:
+        said = (
+            f"{len(positions):,} of {n:,} examples, at the ends of the index's rankings, were scored again; the others "
+            "have estimates alone"
+        )
+    return replace(job, positions=positions, not_scored=said)
+
+
+def _options_of(kept: Manifest) -> IndexOptions:
+    """That an index was made with."""
+    try:
+        return IndexOptions(**kept.content.config)  # type: ignore[arg-type]  # checked there
+    except (OptionError, TypeError) as error:
+        raise RunDirectoryError(f"{kept.path} holds no index: {error}") from error
