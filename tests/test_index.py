@@ -25,7 +25,7 @@ def small(seed: int = 0, *, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 def data(n: int = 60) -> list[Any]:
     random = torch.Generator().manual_seed(1)
-    x = torch.randn(n, 6, generator=random, dtype=torch.float64)
+    x = torch.randn(100, 6, generator=random, dtype=torch.float64)[:n]
     return [(row, int(row[:4].argmax())) for row in x]
 
 
@@ -88,7 +88,7 @@ class TestSigns:
                 ]
             )
             found.append(float(y[0] @ y[1]))
-        spread = torch.tensor(found).std().item()
+        spread = torch.tensor(found, dtype=torch.float64).std().item()
         expected = float(x.norm() * q.norm()) / math.sqrt(places) if numbers > places else 0.0
         assert abs(sum(found) / 300 - exact) < 4 * spread / math.sqrt(300) + 1e-9
         assert spread < 1.3 * expected + 1e-9

@@ -202,7 +202,7 @@ def _make(
     whitened = Whitened(gnh, factors, 8 * options.bytes, options.generator(10))
     cost = count_work(gnh, terms.fetch(terms.longest(2))).layers(1, norms=True)
     size = run.keep(
-        "part-size", PartSize, lambda: PartSize(options.part_size or part_of_minute(cost, gnh.micro_batch))
+        "size", PartSize, lambda: PartSize(options.part_size or part_of_minute(cost, gnh.micro_batch))
     )
     make_parts(run, whitened, size.examples)
 
@@ -295,7 +295,7 @@ class Index:
             RunDirectoryError: there is none, it is unfinished, was damaged, or is of another model or other data.
         """
         kept = opened(given_path(directory, "directory"))
-        if "part-size" not in kept:
+        if "size" not in kept:
             raise RunDirectoryError(
                 f"{kept.path} holds no index, or an unfinished one; make it with whence index"
             )
