@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import whence
+from tiny_hf import gpt2_directory
 from whence import Classification, Index, index
+from whence.cli import app
 from whence.errors import OptionError, RunDirectoryError
 from whence.index.signs import Rotation, Signs, estimates
 from whence.preconditioners.ekfac import Ekfac
@@ -271,3 +276,52 @@ class TestRefusing:
         )
         with pytest.raises(RunDirectoryError, match="no index"):
             Index.open(tmp_path / "run", small(), data(), task=Classification())
+
+
+class TestCommandLine:
+    def test_from_model_and_text_to_an_answer(self, tmp_path: Path) -> None:
+        model = gpt2_directory(tmp_path / "model")
+        rows = [{"id": name, "text": topics[name][60:200]} for name in list(topics)[:12]]
+        train = tmp_path / "train.jsonl"
+        train.write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
+        place = tmp_path / "index"
+        make = (
+            "index",
+            model,
+            "--train",
+            train,
+            "--max-length",
+            24,
+            "--truncate",
+            "--index",
+            place,
+            "--bytes",
+            256,
+        )
+        assert "10 examples of 268 bytes" in invoke(*make).stdout
+        question = ("--prompt", "The with statement", "--completion", " is used")
+        refused = invoke("ask", place, *question, code=2)
+        assert "--trust-run" in refused.stderr and "model" in refused.stderr
+        page = tmp_path / "page.html"
+        said = invoke("ask", place, "--trust-run", *question, "--rescored", 6, "--json", "--report", page)
+        (answer,) = json.loads(said.stdout)["queries"]
+        assert {row["id"] for row in answer["helpful"]} <= {row["id"] for row in rows[:10]}
+        assert "scored again" in page.read_text()
+        train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert "12 examples" in invoke(*make).stdout
+        asked = tmp_path / "queries.jsonl"
+        asked.write_text(json.dumps({"prompt": question[1], "completion": question[3]}) + "\n")
+        assert "rank" in invoke("ask", place, "--trust-run", "--queries", asked).stdout
+
+    def test_a_question_is_not_asked_while_an_index_is_made(self, tmp_path: Path) -> None:
+        said = invoke("index", tmp_path, "--index", tmp_path / "index", "--prompt", "a", code=2)
+        assert "whence ask" in said.stderr
+
+    def test_a_directory_without_an_index(self, tmp_path: Path) -> None:
+        assert "no index" in invoke("ask", tmp_path, "--trust-run", "--prompt", "a", code=2).stderr
+
+
+def invoke(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
+    return result

@@ -271,9 +271,14 @@ class Index:
 
     def __repr__(self) -> str:
         return (
-            f"Index({len(self.gnh.terms):,} examples of {self.options.bytes + 12:,} bytes, λ = "
+            f"Index({len(self.gnh.terms):,} examples of {self.bytes_per_example:,} bytes, λ = "
             f"{self.weighed.damping:.4g}, in {str(self.directory)!r})"
         )
+
+    @property
+    def bytes_per_example(self) -> int:
+        """Signs, a size and a fingerprint."""
+        return self.options.bytes + 4 + 8
 
     @staticmethod
     @one_at_a_time
