@@ -109,9 +109,8 @@ class TestSigns:
         error = estimates(signs, rotated) - q @ x.T
         lengths = q.norm(dim=1, keepdim=True) * x.norm(dim=1)
         relative = (error / lengths)[1:]
-        assert float(relative.square().mean().sqrt()) == pytest.approx(
-            math.sqrt(math.pi / 2 / 2048), rel=0.08
-        )
+        expected = math.sqrt((math.pi / 2 - 2048 / 6000) / 2048)
+        assert float(relative.square().mean().sqrt()) == pytest.approx(expected, rel=0.05)
         assert abs(float(relative.mean())) < 4 * float(relative.std()) / math.sqrt(200)
         assert torch.allclose(signs.sizes, x.norm(dim=1) * math.sqrt(math.pi / 2 / 2048), rtol=0.1)
 
@@ -298,17 +297,19 @@ class TestCommandLine:
             "--bytes",
             256,
         )
-        assert "10 examples of 268 bytes" in invoke(*make).stdout
+        said = invoke(*make).stdout
+        assert "59 examples of 268 bytes" in said
         question = ("--prompt", "The with statement", "--completion", " is used")
         refused = invoke("ask", place, *question, code=2)
-        assert "--trust-run" in refused.stderr and "model" in refused.stderr
+        assert "--trust-run" in refused.stderr
+        assert "model" in refused.stderr
         page = tmp_path / "page.html"
         said = invoke("ask", place, "--trust-run", *question, "--rescored", 6, "--json", "--report", page)
         (answer,) = json.loads(said.stdout)["queries"]
-        assert {row["id"] for row in answer["helpful"]} <= {row["id"] for row in rows[:10]}
+        assert {row["id"].split("[")[0] for row in answer["helpful"]} <= {row["id"] for row in rows[:10]}
         assert "scored again" in page.read_text()
         train.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert "12 examples" in invoke(*make).stdout
+        assert "71 examples" in invoke(*make).stdout
         asked = tmp_path / "queries.jsonl"
         asked.write_text(json.dumps({"prompt": question[1], "completion": question[3]}) + "\n")
         assert "rank" in invoke("ask", place, "--trust-run", "--queries", asked).stdout
