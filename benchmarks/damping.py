@@ -63,6 +63,7 @@ def measure(of: Work) -> None:
     recipe, most = recipe_of(trained), FEWER_ITERATIONS.get(of.name, ITERATIONS)
     found |= {"name": of.name, "about": of.about, "examples": len(train), "queries": len(asked)}
     found["parameters"], found["time"], found["adaptive"] = gnh.num_parameters, recipe.time, recipe.adaptive
+    found["terms"] = gnh.terms.terms_per_example
 
     def scalar() -> dict[str, Any]:
         top, shifted = solved(gnh, asked, 1 / KAPPAS[-1], most=most, relative=True)
@@ -181,7 +182,7 @@ def raised(row: dict[str, Any], strain: str, guess: float, allowed: float) -> fl
 
 def without_recipe(row: dict[str, Any], guess: float, allowed: float) -> float:
     """The LDS that the rule with these constants would have had."""
-    at = raised(row, "strain", guess, allowed)
+    at = raised(row, "strain", guess * math.sqrt(row["terms"]), allowed)
     return float(np.interp(math.log(at), np.log(TIMES), row["measured"]["lds"]))
 
 
@@ -240,7 +241,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     guesses = left_out(rows, without_recipe, GUESSES, 0.04, WITHOUT)
     recipes = left_out(rows, with_recipe, CONSTANTS, 0.02, ALL)
     report(
-        f"LDS: λ = {rule.GUESS:g} without the recipe, {rule.RECIPE:g}/τ with it, strain at most {rule.STRAIN:g}",
+        f"LDS: λ = {rule.GUESS:g}√m without the recipe, {rule.RECIPE:g}/τ with it, strain at most {rule.STRAIN:g}",
         (
             "",
             "dot product",

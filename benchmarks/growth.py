@@ -128,12 +128,12 @@ def main() -> None:
                 )
             )
             print(rows[-1], flush=True)
+            save("growth", {"steps of LiSSA": STEPS, "growth": found})  # so far
     report(
         "Growth of a whole attribution, one size varied at a time",
         ("", "varied", "CPU seconds", "exponent", "MB beside the model", "exponent", ""),
         rows,
     )
-    save("growth", {"steps of LiSSA": STEPS, "growth": found})
 
 
 if __name__ == "__main__":

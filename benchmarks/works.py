@@ -216,25 +216,43 @@ MANUAL_TOKENS, MANUAL_PASSAGES = 64, 800
 
 
 @cache
-def _manual_windows() -> Tensor:
-    """Python's manual in windows of 64 tokens, ``[windows, tokens]``."""
+def _manual() -> tuple[Tensor, list[str]]:
+    """Python's manual in windows of 64 tokens, ``[windows, tokens]``, and the topic that each is (mostly) of."""
     from whence.demo.corpus import corpus, train_tokenizer
 
     documents = corpus()
     tokenizer = train_tokenizer(documents)
-    ids = [i for texts in documents.values() for i in tokenizer.encode("\n".join(texts)).ids]
+    ids, topics = list[int](), list[str]()
+    for topic, texts in documents.items():
+        found = tokenizer.encode("\n".join(texts)).ids
+        ids += found
+        topics += [topic] * len(found)
     rows = len(ids) // MANUAL_TOKENS
-    return torch.tensor(ids[: rows * MANUAL_TOKENS]).reshape(rows, MANUAL_TOKENS)
+    windows = torch.tensor(ids[: rows * MANUAL_TOKENS]).reshape(rows, MANUAL_TOKENS)
+    return windows, [topics[row * MANUAL_TOKENS + MANUAL_TOKENS // 2] for row in range(rows)]
+
+
+def _manual_windows() -> Tensor:
+    return _manual()[0]
+
+
+def _manual_places() -> tuple[Tensor, Tensor]:
+    """Of every four windows two to fine-tune on; one was for pretraining, one is for queries."""
+    places = torch.arange(len(_manual_windows()))
+    tuned, held = torch.cat([places[0::4], places[2::4]]), places[3::4]
+    generator = torch.Generator().manual_seed(0)
+    tuned = tuned[torch.randperm(len(tuned), generator=generator)[:MANUAL_PASSAGES]]
+    return tuned, held[torch.randperm(len(held), generator=generator)]
 
 
 def manual_data() -> Data:
-    """Of every four windows two to fine-tune on; one was for pretraining, one is for queries."""
-    windows = _manual_windows()
-    tuned = torch.cat([windows[0::4], windows[2::4]])
-    generator = torch.Generator().manual_seed(0)
-    tuned = tuned[torch.randperm(len(tuned), generator=generator)[:MANUAL_PASSAGES]]
-    held = windows[3::4]
-    return Data((tuned,), (held[torch.randperm(len(held), generator=generator)],))
+    tuned, held = _manual_places()
+    return Data((_manual_windows()[tuned],), (_manual_windows()[held],))
+
+
+def manual_topics() -> list[str]:
+    """The topic of every passage to fine-tune on."""
+    return [_manual()[1][place] for place in _manual_places()[0].tolist()]
 
 
 @cache

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import whence
 from whence import Classification, GaussNewton, LanguageModeling, ParamVector, Regression
 from whence.attribution.strain import measure_strain
-from whence.distributed import launched, shard
-from whence.errors import WhenceError
+from whence.distributed import current, launched, shard
+from whence.errors import DataError, WhenceError
 from whence.model.importance import measure_importance
 from whence.model.second_moment import root_second_moment
 from whence.preconditioners import nystrom
@@ -205,7 +205,7 @@ def on_scores() -> Found:
 
 def refused() -> Found:
     """What every process is told is refused."""
-    H, g = operator(), random()
+    H = operator()
     whole = {name: torch.zeros_like(p) for name, p in H.network.parameters.items()}
 
     def other() -> None:
@@ -217,17 +217,20 @@ def refused() -> Found:
         "other weights": other,
         "other options": lambda: attributed(mlp(), labelled(), seed=int(os.environ["RANK"])),
         "clean": lambda: whence.clean(mlp(), labelled(), task=Classification()),
+        "validate": lambda: whence.validate(
+            mlp(),
+            labelled(),
+            labelled()[:1],
+            None,  # type: ignore[arg-type]  # which is not looked at
+            task=Classification(),
+        ),
         "an example that is not finite": lambda: attributed(
             mlp(), [*labelled(), (torch.full((6,), float("nan"), dtype=DOUBLE), 0)]
         ),
     }
     sharded = shard(plain())
-    S = GaussNewton(sharded, Classification(), labelled())
     tries |= {
-        "EK-FAC of a sharded model": lambda: ekfac(S, 0.1, generator=g),
         "exact products of one": lambda: GaussNewton(sharded, Classification(), labelled(), product="exact"),
-        "its quick answer": lambda: attributed(sharded, labelled(), accuracy="quick"),
-        "its scores by layers": lambda: Scorer(S, S.gradients(labelled()[:1]), method="layers"),
         "in bfloat16": lambda: GaussNewton(shard(plain(torch.bfloat16)), Classification(), labelled()),
     }
     found = {}
@@ -236,7 +239,21 @@ def refused() -> Found:
             attempt()
         except WhenceError as error:
             found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return found | {"told": [told_of(error) for error in (DataError("no"), KeyError("no"))]}
+
+
+def told_of(error: Exception) -> list[str]:
+    """What every process raises where the first does."""
+
+    def fail() -> None:
+        raise error
+
+    said: list[Any] = [None] * current().size
+    try:
+        current().told(fail)
+    except Exception as raised:
+        torch.distributed.all_gather_object(said, f"{type(raised).__name__}: {raised}")
+    return said
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -264,6 +281,59 @@ def on_a_sharded_model() -> Found:
     }
 
 
+class Mixed(nn.Module):
+    """Layers of many kinds: an embedding, convolutions, a norm, a layer that GPT-2 keeps the other way round."""
+
+    def __init__(self) -> None:
+        from transformers.pytorch_utils import Conv1D
+
+        super().__init__()
+        self.words = nn.Embedding(11, 5, padding_idx=0)
+        self.blocks = nn.ModuleList([nn.Conv1d(5, 6, 3, padding=1), nn.Linear(6, 7), nn.LayerNorm(7), Conv1D(3, 7)])
+        self.stack = nn.Parameter(torch.randn(2, 3, 3))
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        convolve, linear, norm, last = self.blocks
+        x = torch.tanh(convolve(self.words(x).mT).mT)
+        x = last(norm(torch.tanh(linear(x)))).mean(1)
+        return torch.tanh(torch.einsum("ni,kij->nj", x, self.stack)) + self.bias
+
+
+def mixed() -> nn.Module:
+    torch.manual_seed(0)
+    return Mixed().double().eval()
+
+
+def spelled(count: int = 13) -> list[Any]:
+    g = random(5)
+    return [
+        (torch.randint(11, (6,), generator=g), int(torch.randint(3, (), generator=g))) for _ in range(count)
+    ]
+
+
+def sharded_factors(model: nn.Module, data: Any, task: Any) -> Found:
+    """EK-FAC of a sharded model, with and without a metric, and scores by layers."""
+    H = GaussNewton(sharded(model), task, data, product="finite-difference", micro_batch=6)
+    found: Found = {"missing": sorted(H.example_gradients().missing)}
+    rhs = H.gradients(data[:2])
+    ones = H.zeros().randn_like(random()).power(2).axpy_(1.0, H.zeros().power(0))
+    for name, operator_ in (("plain", H), ("in a metric", H.in_metric(ones))):
+        for curvature in ("exact", "sampled"):
+            P = ekfac(operator_, 0.1, generator=random(), curvature=curvature)  # type: ignore[arg-type]
+            found[f"{name}, {curvature}"] = {
+                "solve": dict(P.solve(rhs).whole()),
+                "root": dict(P.root_solve(rhs.column(0)).whole()),
+                "numbers": [P.trace, P.largest, P.frobenius],
+            }
+    if not found["missing"]:
+        for norms in (False, True):
+            scorer = Scorer(H, rhs, method="layers", norms=norms)
+            found[f"layers, {norms}"] = [scorer.score(torch.arange(5)), scorer.score(torch.tensor([3]))]
+        found["norms"] = scorer.score_with_norms(torch.arange(7))
+    return found
+
+
 def sharded_attribution(solver: str, **options: Any) -> Found:
     settings: dict[str, Any] = {"product": "finite-difference", "micro_batch": 16, "method": "directional"}
     return attributed(sharded(plain()), labelled(), solver=solver, **settings, **options)
@@ -285,6 +355,10 @@ CASES: dict[str, Callable[[], Found]] = {
     ),
     "lora": lambda: attributed(lora(), tokens(), task=LanguageModeling(), queries=2),
     "sharded": on_a_sharded_model,
+    "sharded factors": lambda: sharded_factors(plain(), labelled(), Classification()),
+    "sharded factors, mixed": lambda: sharded_factors(mixed(), spelled(), Classification()),
+    "sharded factors, llama": lambda: sharded_factors(llama(), tokens(7), LanguageModeling()),
+    "sharded quick": lambda: attributed(sharded(plain()), labelled(), accuracy="quick", product="finite-difference"),
     "sharded cg": lambda: sharded_attribution("cg"),
     "sharded lissa": lambda: sharded_attribution("lissa", damping=0.5),
     "refused": refused,

@@ -39,7 +39,7 @@ def test_the_examples_of_readme_and_docs_run_as_printed(
 
     train_set, test_set = load()
     subset = torch.utils.data.TensorDataset(*(t[:200] for t in train_set.tensors))
-    pages = ("README.md", "docs/solvers.md", "docs/cleaning.md", "docs/runs.md")
+    pages = ("README.md", "docs/solvers.md", "docs/cleaning.md", "docs/runs.md", "docs/questions.md")
     text = "".join((ROOT / page).read_text() for page in pages)
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     blocks = [block for block in blocks if "trainer" not in block]  # tests/test_hf.py

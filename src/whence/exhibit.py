@@ -19,6 +19,9 @@ class Exhibit:
         image: a PNG file's bytes.
         label: the example's label, in words.
         prediction: for a query, what the model says about it, in words.
+        contrast: for a query, in words what it might have said instead, where it is asked "why this and not that?".
+        asked: for a query, what is asked of it, in words, where that is not its loss alone.
+        facts: for such a query, the numbers that it is about: a name and a text each.
         note: anything else worth showing beside it, such as "label was flipped".
         link: where the example can be found: a URL or a path.
 
@@ -34,5 +37,8 @@ class Exhibit:
     image: bytes | None = None
     label: str | None = None
     prediction: str | None = None
+    contrast: str | None = None
+    asked: str | None = None
+    facts: tuple[tuple[str, str], ...] = ()
     note: str | None = None
     link: str | None = None

@@ -66,7 +66,8 @@ def attribute(
     Args:
         trainer: a `transformers.Trainer`, or one of TRL's that predicts tokens, after its training.
         queries: of a language model, ``{"prompt": …, "completion": …}``, ``{"messages": […]}`` or ``{"text": …}``; of
-            any model, rows like those of the trainer's data.
+            any model, rows like those of the trainer's data. A field ``contrast`` beside it holds another completion,
+            or another label: "why this rather than that?".
         train: rows to attribute to; by default the trainer's own data.
         task: what the model's outputs mean; by default read off its class.
         first: how many rows of a stream to read, which has no length and no positions.
@@ -104,12 +105,21 @@ class Collated:
         trainer: whose collator it is.
     """
 
-    def __init__(self, rows: Any, trainer: Any) -> None:
+    def __init__(self, rows: Any, trainer: Any, contrasts: Sequence[Any] = ()) -> None:
         self.rows, self._collate = rows, trainer.data_collator
+        #: As queries, what each is compared with; see `whence.Questions`.
+        self.contrasts = contrasts if any(other is not None for other in contrasts) else None
         self._kept = _kept_columns(trainer)
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def column(self, name: str) -> list[Any]:
+        """What a field says of every row, before the collator."""
+        rows = [self.rows[index] for index in range(len(self))]
+        if not any(isinstance(row, Mapping) and name in row for row in rows):
+            raise DataError(f"the trainer's data have no field {name!r}")
+        return [row.get(name) for row in rows]
 
     def batch(self, index: int) -> Mapping[str, Any]:
         """What the collator makes of one row."""
@@ -121,6 +131,8 @@ class Collated:
 
     def of_use(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """The columns of a row that the collator is given."""
+        if self.contrasts is not None:
+            row = {name: row[name] for name in row if name != "contrast"}
         return row if self._kept is None else {name: row[name] for name in row if name in self._kept}
 
     def __getitem__(self, index: Any) -> dict[str, Tensor]:
@@ -251,12 +263,17 @@ def _asked(queries: Any, trainer: Any, task: Task, tokenizer: Any) -> Any:
     first = queries[0]
     words = isinstance(first, Mapping) and not {"input_ids", "pixel_values"} & set(first)
     if not (words and isinstance(task, LanguageModeling)):
-        return Collated(list(queries), trainer)
+        return Collated(list(queries), trainer, contrasts=[_contrast(query) for query in queries])
     if tokenizer is None:
         raise DataError("the queries are texts, and the trainer has no tokenizer (processing_class)")
     records = RowList([_as_row(query) for query in queries], name="query")
     limit = context_length(trainer.model.config)
     return language_queries(records, tokenizer, task, max_length=limit)
+
+
+def _contrast(query: Any) -> Any:
+    """What a query is compared with, where it says so."""
+    return query.get("contrast") if isinstance(query, Mapping) else None
 
 
 def _tokenized_pairs(queries: Sequence[Any], trainer: Any) -> Any:

@@ -231,6 +231,12 @@ class Options(RunOptions):
         "auto", "How examples are scored: auto, directional, layers or gradients.", plan=False
     )
     baseline: bool = option(True, "Also compute plain gradient dot products, to compare with.", common=True)
+    norms: bool = option(
+        False,
+        "Also measure the length of every example's gradient, for rankings by='unit', where the solver does not need "
+        "it anyway (conjugate gradients do).",
+        plan=False,
+    )
     shown: int = option(
         20, "Examples at each end of a ranking that are kept for the page.", common=True, plan=False
     )

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 
 from whence.attribution.job import Job
 from whence.attribution.strain import PROBES
-from whence.errors import OptionError
 from whence.model.gauss_newton import GaussNewton
 from whence.model.second_moment import BATCH, BATCHES
 from whence.options import Budget, Options
@@ -122,7 +121,7 @@ def choose_way(run: Run, job: Job) -> Way:
     def compute() -> Way:
         if job.own_solver is not None:
             return Way(False, True, None, "")
-        return way_for(job.gnh, len(job.queries), job.options)
+        return way_for(job.gnh, len(job.questions), job.options)
 
     return run.keep("way", Way, compute)
 
@@ -130,13 +129,6 @@ def choose_way(run: Run, job: Job) -> Way:
 def way_for(gnh: GaussNewton, queries: int, options: Options) -> Way:
     """The way to go for so many queries."""
     if options.solver != "auto":
-        return Way(False, True, None, "")
-    if gnh.network.together:
-        if options.accuracy == "quick":
-            raise OptionError(
-                "the quick answer is EK-FAC's, which reads whole layers, and the model is sharded over processes; name "
-                "another accuracy, such as 0.9, or give a model that every process holds whole"
-            )
         return Way(False, True, None, "")
     if options.accuracy == "quick":
         return Way(True, False, 0, "The quick answer was asked for.")

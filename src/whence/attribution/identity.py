@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.attribution.groups import Grouping
 from whence.errors import RunDirectoryError
-from whence.model.data import TermSet
 from whence.model.fully_sharded import own_type
 from whence.model.gauss_newton import GaussNewton
 from whence.runs import Run, differences
 from whence.runs.fingerprint import of_data, of_model, of_value, without_addresses
 from whence.solvers import Solver
-from whence.tasks import Task
+from whence.tasks import Questions, Task
 from whence.training import Training
 
 __all__ = [
@@ -65,19 +65,22 @@ def _task(task: Task) -> str:
 
 def question_identity(
     gnh: GaussNewton,
-    queries: TermSet,
+    questions: Questions,
     positions: Tensor,
     *,
     solver: Solver[Any] | None,
     training: Training | None,
+    grouping: Grouping | None,
 ) -> dict[str, str]:
     """The same, and which queries, examples to score, solver of the user's and training an attribution is about."""
     everything = len(positions) == len(gnh.terms)
     return {
         **operator_identity(gnh),
-        "queries": f"{len(queries)} {of_data(queries.data)}",
+        "queries": f"{len(questions)} {of_data(questions.data)}",
+        "asked": questions.words() or "loss",
         "candidates": "all" if everything else f"{len(positions)} {of_value(positions)}",
         "own solver": "" if solver is None else f"{type(solver).__name__} {of_value(solver)}",
+        "groups": "" if grouping is None else f"{len(grouping.names)} {of_value(grouping)}",
         "training": "" if training is None else training.identity,
     }
 

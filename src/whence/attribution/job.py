@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.attribution.groups import Grouping
 from whence.errors import DataError, OptionError
 from whence.exhibit import Exhibit
 from whence.model.data import TermSet
@@ -18,7 +19,8 @@ from whence.solvers import Solver
 from whence.solvers.plan import Plan
 from whence.sources.candidates import Shortlist
 from whence.sources.models import context_length
-from whence.tasks import LanguageModeling
+from whence.tasks import LanguageModeling, Questions
+from whence.tasks.questions import Parts
 from whence.training import Training
 
 __all__ = ["Candidates", "Job", "check_own_solver", "query_terms", "scored_positions"]
@@ -33,7 +35,9 @@ class Job:
 
     Attributes:
         gnh: the operator; brings the network, task and data.
-        queries: whose losses are to be explained.
+        questions: what is to be explained.
+        parts: the examples that the questions are made of.
+        terms: the same, to be fetched.
         positions: of the examples to score.
         not_scored: what that leaves out, in words.
         identity: what this is about, for recognising it: name -> fingerprint.
@@ -41,11 +45,15 @@ class Job:
         own_solver: the user's, in place of a chosen one.
         show_query, show_example: what to show of a query or a training example.
         class_names: labels in words.
+        tokenizer: turns tokens into words.
         training: how the model was trained, where that is known.
+        grouping: of the training examples, where groups were named.
     """
 
     gnh: GaussNewton
-    queries: TermSet
+    questions: Questions
+    parts: Parts
+    terms: TermSet
     positions: Tensor
     not_scored: str
     identity: Mapping[str, str]
@@ -54,7 +62,9 @@ class Job:
     show_query: Callable[[int], Exhibit]
     show_example: Callable[[int], Exhibit]
     class_names: Sequence[str] | None
+    tokenizer: Any = None
     training: Training | None = None
+    grouping: Grouping | None = None
 
     @property
     def own_plan(self) -> Plan | None:
@@ -82,14 +92,16 @@ def check_own_solver(solver: Solver[Any] | None, options: Options) -> None:
         )
 
 
-def query_terms(queries: Any, gnh: GaussNewton) -> TermSet:
-    """The queries as terms; refuses what is no list of examples, and what the model's context does not hold."""
-    if isinstance(queries, (dict, tuple, Tensor, nn.Module)):
+def query_terms(questions: Questions, gnh: GaussNewton) -> tuple[Parts, TermSet]:
+    """What questions are made of; refuses what is no list of examples, and what the model's context does not hold."""
+    if isinstance(questions.queries, (dict, tuple, Tensor, nn.Module)):
         raise DataError(
-            f"queries are a {type(queries).__name__}; give a list of examples, even if there is only one: [query]"
+            f"queries are a {type(questions.queries).__name__}; give a list of examples, even if there is only one: "
+            "[query]"
         )
     try:
-        terms = TermSet(queries, gnh.task, gnh.network.device)
+        parts = questions.parts(gnh.task)
+        terms = TermSet(parts.examples, gnh.task, gnh.network.device)
         terms.expect(gnh.terms.width, gnh.terms.kinds)
         terms.look_through(len(terms))
         terms.check_repeatable()
@@ -101,9 +113,9 @@ def query_terms(queries: Any, gnh: GaussNewton) -> TermSet:
             length = terms.fetch(torch.tensor([number])).targets.shape[1]
             if length > limit:
                 raise DataError(
-                    f"query {number} has {length} tokens, the model's context holds {limit}; shorten its prompt"
+                    f"{parts.name(number)} has {length} tokens, the model's context holds {limit}; shorten its prompt"
                 )
-    return terms
+    return parts, terms
 
 
 def scored_positions(candidates: Candidates | None, examples: int) -> tuple[Tensor, str]:

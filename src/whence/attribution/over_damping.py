@@ -102,4 +102,4 @@ class OverDamping:
         )
 
     def _repr_html_(self) -> str:
-        return card("How the top of the rankings depends on λ", [self.words()], self.figure(), height=340)
+        return card("How the top of the rankings depends on λ", [self.words()], self.figure(), height=400)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from markupsafe import Markup
 
+from whence.attribution.groups import Groups
 from whence.attribution.ranking import Row
 from whence.errors import OptionError
 from whence.exhibit import Exhibit
@@ -16,7 +19,7 @@ from whence.report import figures
 from whence.report.axes import Linear
 from whence.report.checks import LIMITS
 from whence.report.document import Item, Page, document, shade, words_to_filter
-from whence.report.formatting import MINUS, brief, count, interval, plus_minus, signed
+from whence.report.formatting import MINUS, brief, count, interval, plus_minus, shorten, signed
 from whence.runs.files import given_path, write_bytes
 from whence.spectrum import Estimate
 
@@ -28,7 +31,10 @@ __all__ = ["accuracy_words", "checked_file", "render", "write_page"]
 #: Rows shown at each end of a ranking, and of the ranking by gradient dot product.
 SHOWN = 20
 BASELINE_SHOWN = 5
+UNITS_SHOWN, GROUPS_SHOWN = 10, 20
+WORDS = 32  # letters of an answer in a sentence
 CONFIDENCE = 0.95
+_ANCHORS = {"score": "t", "baseline": "b", "unit": "u"}
 _ENOUGH = 20  # examples that a top ten means something of
 TAIL = 0.5  # the part of a path that LiSSA averages
 
@@ -163,7 +169,7 @@ class _Question:
         solve, parts, certificate = result.solve, result.solve.error_parts, result.solve.certificate
         self.number, self.anchor = q, f"q{q}"
         self.exhibit = result.queries[q] if q < len(result.queries) else Exhibit(id=str(q))
-        self.loss = float(result.query_losses[q])
+        self.facts = self.exhibit.facts or (("Loss", f"{brief(float(result.query_losses[q]), 3)} nats"),)
         self.converged, self.ended_well = bool(solve.converged[q]), bool(solve.ended_well[q])
         self.quick = solve.solver == "ekfac"
         self.residual, self.residual_stderr = float(solve.residual[q]), float(solve.residual_stderr[q])
@@ -195,7 +201,29 @@ class _Question:
         self.helpful, self.harmful = (
             [_item(result, row, scale) for row in end] for end in (helpful, harmful)
         )
-        self.baseline = [_item(result, result.row(q, i), scale, by_baseline=True) for i in by_baseline]
+        self.baseline = [_item(result, result.row(q, i), scale, by="baseline") for i in by_baseline]
+        self.units = dict[str, list[Item]]()
+        if result.norms is not None:
+            for name in ("helpful", "harmful"):
+                end = result.top(UNITS_SHOWN, query=q, harmful=name == "harmful", by="unit")
+                own = [row for row in end if (row.score < 0) == (name == "harmful")]
+                self.units[name] = [_item(result, row, scale, by="unit") for row in own]
+        self.groups, self.groups_left = list[GroupShown](), 0
+        if result.grouping is not None:
+            self._show_groups(result.groups())
+
+    def _show_groups(self, groups: Groups) -> None:
+        """The groups with the largest effects, most helpful first."""
+        rows = list(groups.top(len(groups.names), query=self.number, confidence=CONFIDENCE))
+        if len(rows) > GROUPS_SHOWN:
+            self.groups_left = len(rows)
+            largest = sorted(rows, key=lambda row: -abs(row.effect))[:GROUPS_SHOWN]
+            rows = [row for row in rows if row in largest]
+        scale = figures.whisker_scale((row.effect, row.low, row.high) for row in rows)
+        for row in rows:
+            effect, ends = interval(row.effect, row.low, row.high)
+            whisker = figures.whisker(row.effect, row.low, row.high, scale)
+            self.groups.append(GroupShown(row.group, row.examples, row.effect, effect, ends, whisker))
 
     def _draw(self, result: Attribution) -> None:
         """All scores, as numbers and as a figure."""
@@ -214,9 +242,42 @@ class _Question:
             self.clear = positive, negative, scores.size - positive - negative
 
     @property
+    def without(self) -> dict[str, str]:
+        """What the model would be without the examples of a list: its name -> in words."""
+        x = self.exhibit
+        if x.contrast is not None:
+            answer = x.label if x.label is not None else x.text or "this"
+            said = f"inclined to “{shorten(answer, WORDS)}” rather than “{shorten(x.contrast, WORDS)}”"
+            return {"helpful": f"less {said}", "harmful": f"more {said}"}
+        of = (
+            "the label"
+            if self.mistaken
+            else "these, on average"
+            if x.asked and not x.text and not x.image
+            else "this"
+        )
+        return {"helpful": f"less sure of {of}", "harmful": f"surer of {of}"}
+
+    @property
+    def number_words(self) -> str:
+        """What it is worth, in a word."""
+        name, text = self.facts[0]
+        return f"{name[:1].lower()}{name[1:]} {text}"
+
+    @property
+    def has_units(self) -> bool:
+        """Whether the lengths of gradients are known."""
+        return bool(self.units)
+
+    @property
     def items(self) -> list[Item]:
         """Everything in its lists."""
-        return [*self.helpful, *self.harmful, *self.baseline]
+        return [
+            *self.helpful,
+            *self.harmful,
+            *self.baseline,
+            *(i for end in self.units.values() for i in end),
+        ]
 
     @property
     def heading(self) -> str:
@@ -257,21 +318,41 @@ class _Question:
         return words_to_filter(w for item in self.items for w in (item.exhibit.label, item.exhibit.note))
 
 
-def _item(result: Attribution, row: Row, scale: Linear, *, by_baseline: bool = False) -> Item:
+@dataclass(frozen=True)
+class GroupShown:
+    """A group of training examples in the table of a question."""
+
+    name: str
+    examples: int
+    value: float
+    effect: str
+    interval: str
+    whisker: Markup
+
+    @property
+    def side(self) -> str:
+        """Class name of its sign."""
+        return "neg" if self.value < 0 else "pos" if self.value > 0 else "neither"
+
+
+def _item(result: Attribution, row: Row, scale: Linear, *, by: str = "score") -> Item:
     """A row of a ranking by influence, or by gradients: then its rank by influence is said beside it."""
+    by_baseline = by == "baseline"
     exhibit = result.exhibits.get(row.index) or Exhibit()
     score, ends = interval(row.score, row.low, row.high)
     effect, effect_ends = interval(row.effect, row.effect_low, row.effect_high)
     lines = [("If removed", f"{effect} nats", f"between {effect_ends} nats")]
     if by_baseline and math.isfinite(row.score):
         lines.append(("Influence", f"rank {count(row.rank)} of {count(len(result.indices))}", ""))
+    if by == "unit" and row.unit is not None:
+        lines.append(("Per unit", signed(row.unit), "the score over the length of its gradient"))
     if row.dot_product is not None and row.dot_product_rank is not None:
         dot = f"rank {count(row.dot_product_rank)}, {signed(row.dot_product)}"
         lines.append(("By gradient", dot, ""))
     return Item(
         index=row.index,
         rank=row.dot_product_rank if by_baseline and row.dot_product_rank else row.rank,
-        anchor=f"q{row.query}-{'b' if by_baseline else 't'}{row.index}",
+        anchor=f"q{row.query}-{_ANCHORS[by]}{row.index}",
         exhibit=exhibit,
         value=row.score,
         score=score,
@@ -280,6 +361,7 @@ def _item(result: Attribution, row: Row, scale: Linear, *, by_baseline: bool = F
         keys={
             "effect": row.effect,
             "baseline": "" if row.dot_product is None else row.dot_product,
+            "unit": "" if row.unit is None else row.unit,
             "separated": int(row.separated),
         },
         lines=lines,

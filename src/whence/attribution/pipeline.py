@@ -9,27 +9,26 @@ differences from the memory that was kept with the artifact before. Spectrum and
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from whence.attribution.asked import Asked, ask, check_unchanged
 from whence.attribution.budget import choose_way
 from whence.attribution.damping import Weighed, in_metric, weigh
-from whence.attribution.exhibits import Describe, class_name, describer
+from whence.attribution.exhibits import Describe, describer
+from whence.attribution.groups import Grouping, measure_norms, named_groups
 from whence.attribution.identity import question_identity, recognise
 from whence.attribution.job import Candidates, Job, check_own_solver, query_terms, scored_positions
-from whence.attribution.planning import SCALE, Planned, make_factors, make_plan, measure, plan_quick
+from whence.attribution.planning import SCALE, Planned, make_factors, make_plan, measure_spectrum, plan_quick
 from whence.attribution.ranking import ends_of_rankings, top_is_separated
 from whence.attribution.result import Attribution, Solve, load
 from whence.attribution.scored import Scored
 from whence.attribution.scores import Scores, directions, score_parts, token_shares
-from whence.errors import DataError, ModelError
-from whence.exhibit import Exhibit
 from whence.model.gauss_newton import GaussNewton
 from whence.model.selection import ParameterFilter
 from whence.operators import Damped, failures_become_typed
@@ -39,8 +38,7 @@ from whence.runs import Run, environment
 from whence.runs.files import given_path
 from whence.scoring import Scorer
 from whence.solvers import Solver, Statistics
-from whence.tasks import Batch, LanguageModeling, Task
-from whence.tasks.categorical import CategoricalTask
+from whence.tasks import LanguageModeling, Questions, Task
 from whence.threads import one_at_a_time
 from whence.training import Training
 from whence.vectors import ParamVector
@@ -61,6 +59,11 @@ def attribute(
     *,
     task: Task,
     params: ParameterFilter | None = None,
+    contrast: Sequence[Any] | None = None,
+    query_groups: Sequence[str | None] | None = None,
+    measure: str | None = None,
+    reduce: str | None = None,
+    groups: str | Sequence[Hashable | None] | None = None,
     candidates: Candidates | None = None,
     describe: Describe | None = None,
     tokenizer: Any = None,
@@ -78,9 +81,17 @@ def attribute(
         train: its training data, a map-style data set of ``(x, y)`` or dicts with ``input_ids``. Read as it is
             needed, never held in memory.
         queries: examples whose loss is to be explained: a sequence like the training data, such as
-            ``[task.query(prompt, completion)]``.
+            ``[task.query(prompt, completion)]``; or `whence.Questions`, which `contrast`, `query_groups`, `measure` and
+            `reduce` make of them.
         task: what the model's outputs mean.
         params: which parameters: a predicate on names or glob patterns; all trainable ones by default.
+        contrast: for every query another label, or the tokens of another completion: "why A rather than B?" in the
+            place of "why A?".
+        query_groups: for every query the name of its group: one question about the mean over each group.
+        measure: "loss", or "margin" for the log-odds log(p / (1 - p)) of the label.
+        reduce: "mean" over a query's terms (tokens), or "sum".
+        groups: for every training example the name of a group that it belongs to (None for none), or a field of the
+            data that says so: `Attribution.groups` has the effects of leaving out each.
         candidates: score only these: positions, or a shortlist of `whence.sources.candidates`. The result says what was
             left out. The solve is about all of the data in any case.
         describe: what to show of an example: ``(example, index) -> Exhibit``. By default the data's own
@@ -122,20 +133,27 @@ def attribute(
         micro_batch=chosen.micro_batch,
     )
     positions, not_scored = scored_positions(candidates, len(gnh.terms))
-    asked_about = query_terms(queries, gnh)
+    asked_for = {"contrast": contrast, "groups": query_groups, "measure": measure, "reduce": reduce}
+    questions = Questions.of(queries, **{name: what for name, what in asked_for.items() if what is not None})
+    parts, terms = query_terms(questions, gnh)
+    grouping = None if groups is None else Grouping.by(named_groups(groups, train), len(gnh.terms))
     recipe = None if training is None else Training.read(training, model)
     job = Job(
         gnh=gnh,
-        queries=asked_about,
+        questions=questions,
+        parts=parts,
+        terms=terms,
         positions=positions,
         not_scored=not_scored,
-        identity=question_identity(gnh, asked_about, positions, solver=own, training=recipe),
+        identity=question_identity(gnh, questions, positions, solver=own, training=recipe, grouping=grouping),
         options=chosen,
         own_solver=own,
-        show_query=describer(queries, None, tokenizer, class_names),
+        show_query=describer(questions.queries, None, tokenizer, class_names),
         show_example=describer(train, describe, tokenizer, class_names),
         class_names=class_names,
+        tokenizer=tokenizer,
         training=recipe,
+        grouping=grouping,
     )
     job.show_query(0)  # what cannot be shown at the end is told before the work
     job.show_example(int(gnh.terms.indices[positions[0]]))
@@ -156,7 +174,7 @@ def attribute(
         with clock.phase("factors"):
             factors = make_factors(run, job, way)
         with clock.phase("spectrum"):
-            spectrum = measure(run, job, factors)
+            spectrum = measure_spectrum(run, job, factors)
             standing_in = None if factors is None else factors.with_scale(SCALE)
             weighed = weigh(run, job, asked.gradients, spectrum, halves=not way.factored, factors=standing_in)
         first: Scores | None = None
@@ -187,69 +205,6 @@ def attribute(
             run.journal(f"solve-{earlier}", planned.solver.state_type).clear()
         with clock.phase("page"):
             return conclude(run, "result", job, weighed, planned, asked, solution, scores, said, clock)
-
-
-# --- queries -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The queries, ready to be solved for: right-hand sides, a column each; losses in nats; what to show of them."""
-
-    gradients: ParamVector
-    losses: Tensor
-    exhibits: tuple[Exhibit, ...]
-
-    def plain(self, job: Job) -> ParamVector:
-        """The direction whose slope is the plain dot product of gradients, whatever the coordinates: ``D ∇``."""
-        metric = job.gnh.network.metric
-        return self.gradients if metric is None else self.gradients.clone().mul_(metric)
-
-
-def ask(run: Run, job: Job) -> Asked:
-    """Gradients and losses of the queries."""
-
-    def compute() -> Asked:
-        found = [_ask(job, position) for position in range(len(job.queries))]
-        losses = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
-        return Asked(job.gnh.gradients(job.queries.data), losses, tuple(exhibit for _, exhibit in found))
-
-    return run.keep("queries", Asked, compute, operator=job.gnh, device=job.device)
-
-
-def check_unchanged(job: Job, asked: Asked) -> None:
-    """Refuse to conclude where the queries' losses are others than they were: the model changed on the way."""
-    for position, before in enumerate(asked.losses.tolist()):
-        _, _, after = _run(job, position)
-        if abs(after - before) > 1e-3 * max(1.0, abs(before)):
-            raise ModelError(
-                f"the loss of query {position} was {before:.6g} at the start and is {after:.6g} now: the model's "
-                "outputs depend on how often it was called, or something changed it meanwhile. Make its forward a "
-                "function of its inputs, and run again"
-            )
-
-
-def _run(job: Job, position: int) -> tuple[Batch, Tensor, float]:
-    """A query, the model's outputs for it, and its loss."""
-    gnh, batch = job.gnh, job.queries.fetch(torch.tensor([position]))
-    with torch.no_grad():
-        outputs = gnh.network.outputs(batch)
-    gnh.task.check(outputs, batch)
-    return batch, outputs, float(gnh.task.query_losses(outputs, batch).sum())
-
-
-def _ask(job: Job, position: int) -> tuple[float, Exhibit]:
-    """The loss of a query, and what to show of it."""
-    gnh, (batch, outputs, loss) = job.gnh, _run(job, position)
-    if not math.isfinite(loss):
-        raise DataError(f"the loss of query {position} is {loss}; check its inputs and label")
-    exhibit = job.show_query(position)
-    if exhibit.prediction is None and isinstance(gnh.task, CategoricalTask) and batch.targets.ndim == 1:
-        probabilities = outputs[0].float().softmax(-1)
-        best = int(probabilities.argmax())
-        said = f"{class_name(best, job.class_names)} ({float(probabilities[best]):.0%})"
-        exhibit = replace(exhibit, prediction=said)
-    return loss, exhibit
 
 
 # --- solve ---------------------------------------------------------------------------------------------------
@@ -314,7 +269,8 @@ def score(
         job.gnh,
         directions(fresh, asked.plain(job) if job.options.baseline and before is None else None),
         method=job.options.method,  # type: ignore[arg-type]  # checked
-        norms=solved.stats.certificate is not None and (before is None or before.norms is None),
+        norms=(job.options.norms or solved.stats.certificate is not None)
+        and (before is None or before.norms is None),
     )
     found = score_parts(run, f"scores-{number}", scorer, job, chains=len(fresh))
     if before is None:
@@ -375,9 +331,16 @@ def conclude(
     if isinstance(gnh.task, LanguageModeling):
         wanted = [sorted(int(job.positions[position]) for position in end) for end in ends]
         tokens = token_shares(gnh, solved.chains, wanted)
-    shown = sorted({int(scores.indices[position]) for end in ends for position in end})
-    exhibits = {index: job.show_example(index) for index in shown}
+    shown = {int(scores.indices[position]) for end in ends for position in end}
+    if scores.norms is not None:
+        units = ends_of_rankings(scores.chains / scores.norms.clamp_min(1e-300), None, job.options.shown)
+        shown |= {int(scores.indices[position]) for end in units for position in end}
+    exhibits = {index: job.show_example(index) for index in sorted(shown)}
     events = (*planned.drawn, *stats.events, *([said] if said else []))
+    grouping = job.grouping
+    if grouping is not None and stats.certificate is not None:
+        named = grouping
+        grouping = run.keep("groups", Grouping, lambda: measure_norms(gnh, named, job.positions))
     known = {**vars(stats), "plan": stats.plan or planned.plan, "events": events}
     result = Attribution(
         chain_scores=scores.chains,
@@ -408,5 +371,6 @@ def conclude(
         seconds=clock.seconds,
         norms=scores.norms,
         stability=weighed.stability,
+        grouping=grouping,
     )
     return run.keep(name, Attribution, lambda: result)

@@ -24,7 +24,7 @@ from whence.spectrum import Estimate, Spectrum, estimate_spectrum
 from whence.spectrum.lambda_max import lanczos
 from whence.tasks import Task
 
-__all__ = ["Planned", "choice_for", "make_factors", "make_plan", "measure", "plan_quick"]
+__all__ = ["Planned", "choice_for", "make_factors", "make_plan", "measure_spectrum", "plan_quick"]
 
 #: A constant C above this means that few examples carry the Hessian.
 _NOISY = 6.0
@@ -43,7 +43,7 @@ _SLOPES, _SLOPES_STEPS = 2**26, 16
 # --- spectrum ------------------------------------------------------------------------------------------------
 
 
-def measure(run: Run, job: Job, factors: Ekfac | None) -> Spectrum:
+def measure_spectrum(run: Run, job: Job, factors: Ekfac | None) -> Spectrum:
     """The spectrum, with batches drawn uniformly; that of a solver's own plan where it brings one.
 
     Where there are factors: the trace and the Frobenius norm (which is at least that) are theirs, and λmax is measured.
@@ -56,11 +56,10 @@ def measure(run: Run, job: Job, factors: Ekfac | None) -> Spectrum:
     def compute() -> Spectrum:
         gnh, random = job.gnh, job.options.generator(1)
         found = lanczos(gnh.subset(min(_TOP_TERMS, gnh.num_terms), random, distinct=True), generator=random)
-        square = sum(float(block.eigenvalues.double().square().sum()) for block in factors.blocks)
         top = found.lambda_max
         return Spectrum(
             Estimate(max(factors.trace, top.value)),
-            Estimate(max(square**0.5, top.value)),
+            Estimate(max(factors.frobenius, top.value)),
             top,
             num_parameters=gnh.num_parameters,
         )
@@ -208,7 +207,7 @@ def make_plan(
         certified=job.options.accuracy == "certified",
         # Inexact products must be told from converged ones; exact ones need no further product.
         verify=job.gnh.product != "exact",
-        keep_slopes=_SLOPES_STEPS * len(job.queries) * len(job.gnh.terms) <= _SLOPES,
+        keep_slopes=_SLOPES_STEPS * len(job.questions) * len(job.gnh.terms) <= _SLOPES,
     )
     return Planned(solver, chosen.plan, chosen.words, _drawn(importance, solver))
 
@@ -226,7 +225,7 @@ def _choose(job: Job, spectrum: Spectrum, damping: float) -> Chosen:
 
 
 def _choice(job: Job, spectrum: Spectrum, damping: float) -> Choice:
-    return choice_for(job.gnh, spectrum, damping, len(job.queries), job.options)
+    return choice_for(job.gnh, spectrum, damping, len(job.questions), job.options)
 
 
 def choice_for(
@@ -247,7 +246,7 @@ def choice_for(
 
 def _basis_fits(job: Job) -> bool:
     """Whether the blocks of a solve can all be kept, which proves errors where a preconditioner says little."""
-    memory, columns = job.gnh.network.ranks.told(lambda: half_of_memory(job.device)), len(job.queries)
+    memory, columns = job.gnh.network.ranks.told(lambda: half_of_memory(job.device)), len(job.questions)
     return memory is None or 8.0 * job.gnh.num_parameters * columns * _KEPT_STEPS <= memory
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, overload
+from typing import Any, ClassVar, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Row:
         effect, effect_low, effect_high: nats by which the query's loss would change without this example.
         separated: whether the next rank is lower beyond the errors.
         dot_product, dot_product_rank: what the plain gradient dot product says; None if not computed.
+        unit: the score over the length of the example's gradient; None where that is not known.
     """
 
     query: int
@@ -46,9 +47,34 @@ class Row:
     separated: bool
     dot_product: float | None = None
     dot_product_rank: int | None = None
+    unit: float | None = None
+
+    heading: ClassVar[str] = (
+        f"{'query':>5} {'rank':>4} {'index':>8} {'score':>10} {'interval':>23} {'removal':>12}"
+    )
+
+    def __str__(self) -> str:
+        interval = f"[{self.low:.4g}, {self.high:.4g}]"
+        tie = "" if self.separated else "  ≈ next"
+        return (
+            f"{self.query:>5} {self.rank:>4} {self.index:>8} {self.score:>10.4g} {interval:>23} "
+            f"{self.effect:>+8.2g} nat{tie}"
+        )
 
 
-class Ranking(Sequence[Row]):
+class _AnyRow(Protocol):
+    """What a ranking asks of its rows: to print, and to become a table."""
+
+    heading: ClassVar[str]
+
+    @property
+    def query(self) -> int: ...
+
+
+R = TypeVar("R", bound=_AnyRow)
+
+
+class Ranking(Sequence[R]):
     """Rows of one or several queries; prints as a table, and under it why its intervals cannot be trusted.
 
     Args:
@@ -56,40 +82,33 @@ class Ranking(Sequence[Row]):
         doubts: about the result that they are of.
     """
 
-    def __init__(self, rows: Sequence[Row], doubts: Sequence[str] = ()) -> None:
+    def __init__(self, rows: Sequence[R], doubts: Sequence[str] = ()) -> None:
         self._rows, self.doubts = tuple(rows), tuple(doubts)
 
     @overload
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> R: ...
     @overload
-    def __getitem__(self, index: slice) -> Ranking: ...
-    def __getitem__(self, index: int | slice) -> Row | Ranking:
+    def __getitem__(self, index: slice) -> Ranking[R]: ...
+    def __getitem__(self, index: int | slice) -> R | Ranking[R]:
         return Ranking(self._rows[index], self.doubts) if isinstance(index, slice) else self._rows[index]
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def of_query(self, query: int) -> Ranking:
+    def of_query(self, query: int) -> Ranking[R]:
         """The rows of one query."""
         return Ranking([row for row in self._rows if row.query == query], self.doubts)
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame` with a column for every attribute of `Row`; doubts are its ``attrs["doubts"]``."""
+        """A `pandas.DataFrame` with a column for every attribute of its rows; doubts are its ``attrs["doubts"]``."""
         pandas = load_library("pandas", "pandas", "to make a data frame")
-        frame = pandas.DataFrame([asdict(row) for row in self._rows])
+        frame = pandas.DataFrame([asdict(cast(Any, row)) for row in self._rows])
         frame.attrs["doubts"] = list(self.doubts)
         return frame
 
     def __str__(self) -> str:
-        lines = [f"{'query':>5} {'rank':>4} {'index':>8} {'score':>10} {'interval':>23} {'removal':>12}"]
-        for row in self._rows:
-            interval = f"[{row.low:.4g}, {row.high:.4g}]"
-            tie = "" if row.separated else "  ≈ next"
-            lines.append(
-                f"{row.query:>5} {row.rank:>4} {row.index:>8} {row.score:>10.4g} {interval:>23} "
-                f"{row.effect:>+8.2g} nat{tie}"
-            )
-        return "\n".join([*lines, *(f"note: {doubt}" for doubt in self.doubts)])
+        heading = type(self._rows[0]).heading if self._rows else Row.heading
+        return "\n".join([heading, *map(str, self._rows), *(f"note: {doubt}" for doubt in self.doubts)])
 
     __repr__ = __str__
 
@@ -153,7 +172,7 @@ def _separated(scored: Scored, k: int, confidence: float) -> bool:
 
 
 def ends_of_rankings(chains: Tensor, dots: Tensor | None, shown: int, baseline: int = 5) -> list[list[int]]:
-    """For each query, the positions (among the scored) of the examples that its page shows."""
+    """For each query, the positions (among the scored) of the examples that its page shows, by score or gradient."""
     chosen = []
     for q, mean in enumerate(chains.mean(0)):
         ends = {*_stable_top(mean, shown).tolist(), *_stable_top(-mean, shown).tolist()}

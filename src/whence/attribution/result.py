@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from whence.attribution.doubts import doubts
+from whence.attribution.groups import Grouping, GroupRow, Groups
 from whence.attribution.over_damping import OverDamping
 from whence.attribution.page import render, write_page
 from whence.attribution.ranking import Ranking, Row, rank_examples
-from whence.attribution.scored import Scored
+from whence.attribution.scored import Scored, expects
 from whence.attribution.stability import Stability
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
@@ -91,6 +92,7 @@ class Attribution:
         validation: what `whence.validate` found, for the page; None where it was not run.
         norms: length of every scored example's gradient, where the errors need it.
         stability: how far scores depend on which half of the data H is measured on; None where it was not measured.
+        grouping: the groups that the training examples belong to, where some were named.
     """
 
     chain_scores: Tensor
@@ -115,6 +117,7 @@ class Attribution:
     validation: Validation | None = field(default=None, metadata={"saved": False})
     norms: Tensor | None = None
     stability: Stability | None = None
+    grouping: Grouping | None = None
 
     def __repr__(self) -> str:
         queries, scored = self.chain_scores.shape[1:]
@@ -261,8 +264,14 @@ class Attribution:
     # --- rankings ----------------------------------------------------------------------------------------
 
     def top(
-        self, k: int = 5, *, query: int | None = None, harmful: bool = False, confidence: float = 0.95
-    ) -> Ranking:
+        self,
+        k: int = 5,
+        *,
+        query: int | None = None,
+        harmful: bool = False,
+        by: str = "score",
+        confidence: float = 0.95,
+    ) -> Ranking[Row]:
         """The k most helpful examples (or most harmful) for every query, or for one.
 
         Each row says whether its rank is separated from the next, given the errors.
@@ -271,6 +280,9 @@ class Attribution:
             k: how many.
             query: which query; all by default.
             harmful: from the other end: examples whose removal would lower the query's loss.
+            by: ``"score"``, or ``"unit"``: the score over the length of the example's own gradient. An example with a
+                large gradient, such as one that the model gets wrong, has large scores for whatever is asked; this
+                leaves that out, and finds the examples that are about the query.
             confidence: of the intervals and of the separation.
         """
         if k < 1:
@@ -281,10 +293,50 @@ class Attribution:
         chosen = range(queries) if query is None else [query % queries]
         rows = []
         for q in chosen:
-            ranked = rank_examples(self.scored.at(q), k, harmful=harmful, confidence=confidence)
-            for rank, (position, width, apart) in enumerate(ranked, start=1):
+            scored = self._ranked_by(by).at(q)
+            ranked = rank_examples(scored, k, harmful=harmful, confidence=confidence)
+            for rank, (position, _, apart) in enumerate(ranked, start=1):
+                width = float(self.scored.at(q, position).half_width(confidence))
                 rows.append(self._row(q, rank, position, width, apart, harmful=harmful))
         return Ranking(rows, self.doubts)
+
+    def _ranked_by(self, by: str) -> Scored:
+        """What examples are ranked by."""
+        if by not in ("score", "unit"):
+            raise OptionError(f"by is {by!r}; rank by 'score' or by 'unit'")
+        if by == "score":
+            return self.scored
+        if self.norms is None:
+            raise OptionError(
+                "the lengths of the examples' gradients are not known, which only some solvers need; attribute with "
+                "norms=True (--norms)"
+            )
+        lengths = self.norms.to(self.chain_scores).clamp_min(torch.finfo(torch.float32).tiny)
+        certified = self.scored.certified
+        return Scored(self.chain_scores / lengths, None if certified is None else certified / lengths)
+
+    def groups(self, names: Sequence[Hashable | None] | None = None) -> Groups:
+        """Effects of leaving out whole groups of training examples, with errors of their own.
+
+        Args:
+            names: the group of every training example, None for none; by default the ``groups`` of the attribution.
+        """
+        if names is None and self.grouping is None:
+            raise OptionError("no groups were named; give a name for each training example: groups(names)")
+        grouping = self.grouping if names is None else Grouping.by(names, self.num_examples)
+        assert grouping is not None
+        return Groups.of(self, grouping)
+
+    def top_groups(
+        self, k: int = 5, *, query: int | None = None, harmful: bool = False, confidence: float = 0.95
+    ) -> Ranking[GroupRow]:
+        """The k most helpful groups of training examples (or most harmful) for every query, or for one."""
+        return self.groups().top(k, query=query, harmful=harmful, confidence=confidence)
+
+    @property
+    def error_is_expected(self) -> bool:
+        """Whether the scores' errors are what is expected of the solve on average; see `whence.attribution.scored`."""
+        return expects(self.solve, len(self.chain_scores))
 
     def row(self, query: int, index: int, *, confidence: float = 0.95) -> Row:
         """Any scored example's place among the most helpful of a query."""
@@ -325,6 +377,7 @@ class Attribution:
             separated=apart,
             dot_product=dot,
             dot_product_rank=dot_rank,
+            unit=None if self.norms is None else score / max(float(self.norms[position]), 1e-300),
         )
 
     # --- elsewhere ---------------------------------------------------------------------------------------
@@ -348,8 +401,13 @@ class Attribution:
         }
         if self.dot_products is not None:
             columns["dot_product"] = self.dot_products.flatten()
+        if self.norms is not None:
+            columns["unit"] = self._ranked_by("unit").mean.flatten()
         pandas = load_library("pandas", "pandas", "to make a data frame")
         frame = pandas.DataFrame({name: column.numpy() for name, column in columns.items()})
+        if self.grouping is not None:
+            numbers = self.grouping.of[self.indices].repeat(queries).tolist()
+            frame["group"] = [None if number < 0 else self.grouping.names[number] for number in numbers]
         frame = frame.sort_values(["query", "score"], ascending=[True, False], ignore_index=True)
         frame.attrs["doubts"] = list(self.doubts)
         return frame

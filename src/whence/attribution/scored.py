@@ -29,7 +29,7 @@ from whence.errors import OptionError
 from whence.solvers import Statistics
 from whence.spectrum import Spectrum
 
-__all__ = ["Scored", "half_width"]
+__all__ = ["Scored", "expects", "half_width"]
 
 #: Errors of single scores in units of what is expected of all.
 _WIDER = 1.35
@@ -45,6 +45,12 @@ def _quantile(degrees_of_freedom: float, confidence: float) -> float:
         raise OptionError(f"confidence is {confidence}; it is a probability, such as 0.95")
     part = 0.5 + confidence / 2
     return float(ndtri(part) if math.isinf(degrees_of_freedom) else stdtrit(degrees_of_freedom, part))
+
+
+def expects(stats: Statistics, chains: int) -> bool:
+    """Whether errors are what is expected of the solve: of one chain without a certificate, or ended by its budget."""
+    unfinished = stats.certificate is None or not bool(stats.converged.all())
+    return stats.error_parts.expected is not None and chains == 1 and unfinished
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,7 @@ class Scored:
         Of one chain without a certificate, or one that was not gone on with to what was asked, with what is expected.
         """
         certificate, expected = stats.certificate, stats.error_parts.expected
-        if (
-            expected is not None
-            and len(chains) == 1
-            and (certificate is None or not bool(stats.converged.all()))
-        ):
+        if expected is not None and expects(stats, len(chains)):
             mean = chains[0].abs().mean(-1, keepdim=True)
             return Scored(chains, _WIDER * expected.unsqueeze(-1).to(chains) * torch.hypot(mean, chains[0]))
         if certificate is None or norms is None:

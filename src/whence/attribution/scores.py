@@ -148,7 +148,7 @@ def score_parts(run: Run, name: str, scorer: Scorer, job: Job, *, chains: int) -
         PartSize,
         lambda: PartSize(job.options.part_size or part_of_minute(scorer.cost, job.gnh.micro_batch)),
     )
-    compute = partial(_score_part, scorer, chains, len(job.queries))
+    compute = partial(_score_part, scorer, chains, len(job.questions))
     saying = "scoring training examples"
     parts = keep_parts(run, name, job.positions, size.examples, compute, saying=saying)
     found = Scores.join([Scores.from_columns(part) for part in parts])

@@ -53,7 +53,7 @@ def measure_strain(
         drawn = torch.randperm(n, generator=generator, device=generator.device)[:among]
         positions = drawn.sort().values.cpu()
     # estimated lengths would be too rough for what stands for all
-    method: Method = "gradients" if gnh.network.together or gnh.example_gradients().missing else "layers"
+    method: Method = "gradients" if gnh.example_gradients().missing else "layers"
     _, norms = Scorer(gnh, gnh.zeros(1), method=method, norms=True).score_with_norms(positions)
     squares = norms.double().square()
     chosen, parts = _stand_for_all(squares)

@@ -20,6 +20,7 @@ from whence.cli.index import ask_command, index_command
 from whence.cli.inputs import Command, InputOptions, Inputs, TrustRun
 from whence.cli.options import AsJson, guarded, takes
 from whence.cli.outcome import NOT_CONVERGED, print_json, say, tell
+from whence.cli.serve import serve_command
 from whence.cli.sweep import check_figure, draw, sweep_dampings
 from whence.cli.tables import cleaning_as_json, rows_as_json, show_cleaning, show_plan, show_result, show_way
 from whence.cli.tune import tune_command
@@ -50,6 +51,9 @@ RunDir = Annotated[
     Path | None, typer.Option(help="Directory that keeps the run: resumable, and what `whence report` reads.")
 ]
 Report = Annotated[Path | None, typer.Option(help="Where to write the page; beside the run if there is one.")]
+By = Annotated[
+    str, typer.Option(help="What ranks the printed examples: score, or unit: the score per unit of gradient.")
+]
 Top = Annotated[int, typer.Option(help="Examples to print at each end of a ranking.")]
 
 
@@ -93,7 +97,7 @@ def plan(
     check_figure(figure, damping_sweep)
     inputs = Inputs(given)
     shortlist = inputs.candidates
-    queries = len(inputs.queries) if inputs.has_queries or inputs.problem.queries else 1
+    queries = len(inputs.questions) if inputs.has_queries or inputs.problem.queries else 1
     gnh = inputs.operator(options)
     gnh = gnh.in_metric(metric_of(gnh, inputs.training, options))
     way = way_for(gnh, queries, options)
@@ -155,10 +159,13 @@ def attribute_command(
     run_dir: RunDir = None,
     report: Report = None,
     top: Top = 5,
+    by: By = "score",
     json: AsJson = False,
 ) -> None:
     """Find the training examples behind the queries' answers, each with an error bar."""
-    _attribute(Command(given, options), run_dir=run_dir, report=report, top=top, json=json)
+    if by == "unit":
+        options = dataclasses.replace(options, norms=True)
+    _attribute(Command(given, options), run_dir=run_dir, report=report, top=top, by=by, json=json)
 
 
 @app.command(epilog="Example: [bold]whence resume runs/first --trust-run[/]")
@@ -168,12 +175,13 @@ def resume(
     trust_run: TrustRun = False,
     report: Report = None,
     top: Top = 5,
+    by: By = "score",
     json: AsJson = False,
 ) -> None:
     """Go on with an interrupted run, with the command that began it."""
     otherwise = f"Give the command that began it again, with --run-dir {run_dir}, or run its program"
     command = Command.of_run(run_dir, trusted=trust_run, otherwise=otherwise)
-    _attribute(command, run_dir=run_dir, report=report, top=top, json=json)
+    _attribute(command, run_dir=run_dir, report=report, top=top, by=by, json=json)
 
 
 @app.command("report", epilog="Example: [bold]whence report runs/first --output report.html[/]")
@@ -226,7 +234,7 @@ def clean_command(
         inputs.problem.model,
         inputs.train,
         task=inputs.task,
-        queries=inputs.queries if inputs.has_queries else None,
+        queries=inputs.questions if inputs.has_queries else None,
         params=inputs.params,
         class_names=inputs.class_names,
         run_dir=run_dir,
@@ -259,6 +267,7 @@ app.command(
 app.command("validate", epilog="Example: [bold]whence validate runs/first --trust-run --budget 10min[/]")(
     validate_command
 )
+app.command("serve", epilog="Example: [bold]whence serve runs/first --trust-run[/]")(serve_command)
 app.command(
     "tune",
     epilog="Example: [bold]whence tune my-model/ --train train.jsonl --queries queries.jsonl --trainer "
@@ -292,7 +301,12 @@ def main() -> None:
     sys.exit(code)
 
 
-def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, top: int, json: bool) -> None:
+def _attribute(
+    command: Command, *, run_dir: Path | None, report: Path | None, top: int, by: str, json: bool
+) -> None:
+    if by not in ("score", "unit"):
+        raise OptionError(f"--by is {by!r}; rank by score or by unit")
+
     def keep(run: Run) -> None:
         if not run.has("result"):  # which nothing is left to repeat of
             run.keep("command", Command, lambda: command)
@@ -303,9 +317,10 @@ def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, t
         result = attribute(
             inputs.problem.model,
             inputs.train,
-            inputs.queries,
+            inputs.questions,
             task=inputs.task,
             params=inputs.params,
+            groups=inputs.groups,
             candidates=inputs.candidates,
             class_names=inputs.class_names,
             training=inputs.training,
@@ -321,9 +336,9 @@ def _attribute(command: Command, *, run_dir: Path | None, report: Path | None, t
         if page is not None:
             result.to_html(page)
         if json:
-            print_json({"queries": rows_as_json(result, top), "report": _text(page)})
+            print_json({"queries": rows_as_json(result, top, by), "report": _text(page)})
         else:
-            show_result(result, top)
+            show_result(result, top, by)
             if page is not None:
                 tell(f"\npage: {page}")
         if not bool(result.solve.ended_well.all()):

@@ -36,6 +36,7 @@ from whence.tasks import (
     Classification,
     LanguageModeling,
     MaskedLanguageModeling,
+    Questions,
     Regression,
     SequenceToSequence,
     Task,
@@ -88,6 +89,20 @@ class InputOptions:
     )
     prompt: str | None = option(None, "One question, typed here: what the model was given…")
     completion: str | None = option(None, "…and what it said.")
+    contrast: str | None = option(
+        None,
+        "…and what it might have said instead: why the one rather than the other? (In --queries, a field 'contrast' "
+        "with the other completion, or the other label.)",
+    )
+    measure: str = option("loss", "What is asked of a query: loss, or margin, the log-odds of its label.")
+    reduce: str = option("mean", "Over a query's tokens: mean or sum.")
+    query_groups: str | None = option(
+        None, "A field of --queries: one question about the mean over each group that it names."
+    )
+    groups: str | None = option(
+        None,
+        "A field of --train that names groups, such as a source ('id': a document): they are ranked, too.",
+    )
     candidates: str | None = option(
         None, "Score only a shortlist: bm25:K or tfidf:K (the K nearest to each query), or a file of ids."
     )
@@ -237,6 +252,19 @@ class Inputs:
             )
         return self._classified(str(options.queries), getattr(self.train, "labels", None) or problem.labels)
 
+    @cached_property
+    def questions(self) -> Questions:
+        """What is asked of the queries."""
+        options, queries = self.options, self.queries
+        groups = None if options.query_groups is None else names_of(queries, options.query_groups)
+        named = {} if groups is None else {"groups": groups}
+        return Questions.of(queries, measure=options.measure, reduce=options.reduce, **named)
+
+    @property
+    def groups(self) -> list[str | None] | None:
+        """The group of every training example, where a field was named."""
+        return None if self.options.groups is None else names_of(self.train, self.options.groups)
+
     def operator(self, options: MeasureOptions) -> GaussNewton:
         """The Gauss-Newton Hessian over the training data."""
         return GaussNewton(
@@ -311,6 +339,10 @@ class Inputs:
     def _typed_query(self) -> Records | None:
         options = self.options
         if options.prompt is None and options.completion is None:
+            if options.contrast is not None:
+                raise OptionError(
+                    "--contrast goes with --prompt and --completion; in --queries, give rows a field 'contrast'"
+                )
             return None
         if options.queries is not None:
             raise OptionError("give either --queries or --prompt and --completion, not both")
@@ -318,7 +350,9 @@ class Inputs:
             raise OptionError("a question needs both --prompt and --completion")
         if not isinstance(self.task, LanguageModeling):
             raise OptionError("--prompt and --completion are for language models; use --queries")
-        return RowList([{"prompt": options.prompt, "completion": options.completion}], name="question")
+        said = {"prompt": options.prompt, "completion": options.completion}
+        other = {} if options.contrast is None else {"contrast": options.contrast}
+        return RowList([said | other], name="question")
 
     def _classified(self, path: str, labels: Labels | None) -> Examples:
         options, problem = self.options, self.problem
@@ -353,6 +387,11 @@ class Inputs:
         if problem.num_labels is not None:
             found.labels.check_outputs(problem.num_labels, found.name)
         return found
+
+
+def names_of(data: Examples, field: str) -> list[str | None]:
+    """What a field says of every example, as the name of a group."""
+    return [None if value is None else str(value) for value in data.column(field)]
 
 
 def _listed(data: Any, exhibits: Any, name: str, missing: str) -> Examples:

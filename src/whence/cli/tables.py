@@ -14,6 +14,7 @@ from rich.text import Text
 from whence.attribution import Attribution, Row
 from whence.attribution.budget import Way
 from whence.attribution.cost import Forecast
+from whence.attribution.groups import Groups
 from whence.attribution.page import accuracy_words
 from whence.attribution.sweep import DampingForecast
 from whence.cleaning import Cleaning
@@ -30,7 +31,7 @@ __all__ = ["cleaning_as_json", "rows_as_json", "show_cleaning", "show_plan", "sh
 
 _WIDTH = 60
 #: Columns of text, which may be cut; all others are of numbers.
-_TEXTS = ("id", "label → model says", "example")
+_TEXTS = ("id", "label → model says", "example", "group")
 
 
 def show_plan(plan: Plan | None, choice: Choice | None, sweep: DampingForecast | None) -> None:
@@ -62,8 +63,8 @@ def show_way(way: Way, cost: Forecast, queries: int, examples: int) -> None:
         tell(f"The quick answer comes first. {way.words}".rstrip())
 
 
-def show_result(result: Attribution, k: int) -> None:
-    """The ends of every query's ranking."""
+def show_result(result: Attribution, k: int, by: str = "score") -> None:
+    """The ends of every query's ranking, of examples and of groups."""
     console = out()
     for q, exhibit in enumerate(result.queries):
         console.print()
@@ -80,11 +81,18 @@ def show_result(result: Attribution, k: int) -> None:
         else:
             proven = float(certificate.upper[q] / size[q])
             trust = f"residual {residual:.2g}; error of the scores proven to be at most {proven:.2g} of their size"
-        console.print(f"loss {float(result.query_losses[q]):.3g} nats; solver {state}, {trust}")
+        if exhibit.asked:
+            console.print(Text("asked: ", style="bold") + plain(exhibit.asked))
+        facts = exhibit.facts or (("loss", f"{float(result.query_losses[q]):.3g} nats"),)
+        console.print(
+            plain("; ".join(f"{name} {text}" for name, text in facts)) + Text(f"; solver {state}, {trust}")
+        )
         for harmful, name in ((False, "most helpful"), (True, "most harmful")):
-            rows = [r for r in result.top(k, query=q, harmful=harmful) if (r.score < 0) == harmful]
+            rows = [r for r in result.top(k, query=q, harmful=harmful, by=by) if (r.score < 0) == harmful]
             if rows:
-                _show_rows(result, rows, name)
+                _show_rows(result, rows, name if by == "score" else f"{name} per unit of gradient")
+        if result.grouping is not None:
+            _show_groups(result.groups(), q, k)
     if result.not_scored:
         tell(f"not everything was scored: {result.not_scored}")
     if result.solve.solver == "ekfac" or result.solve.limited:
@@ -141,6 +149,23 @@ def _show_rows(result: Attribution, rows: list[Row], name: str) -> None:
     _print(name, columns, cells)
 
 
+def _show_groups(groups: Groups, query: int, k: int) -> None:
+    for harmful, name in ((False, "most helpful groups"), (True, "most harmful groups")):
+        rows = [r for r in groups.top(k, query=query, harmful=harmful) if (r.effect < 0) == harmful]
+        cells = [
+            (
+                str(row.rank) + ("" if row.separated else " ≈"),
+                f"{row.effect:+.2g} nat",
+                f"{row.low:.2g} … {row.high:.2g}",
+                str(row.examples),
+                row.group,
+            )
+            for row in rows
+        ]
+        if cells:
+            _print(name, ("rank", "if removed", "95% interval", "examples", "group"), cells)
+
+
 def _asked(exhibit: Exhibit) -> str:
     if exhibit.text is not None:
         return f"{shorten(exhibit.prompt or '', _WIDTH, end=True)} → {shorten(exhibit.text, _WIDTH)}"
@@ -158,13 +183,15 @@ def _glimpse(exhibit: Exhibit) -> str:
     return " ".join(filter(None, pieces))
 
 
-def rows_as_json(result: Attribution, k: int) -> list[dict[str, object]]:
+def rows_as_json(result: Attribution, k: int, by: str = "score") -> list[dict[str, object]]:
     """The ends of every query's ranking, for scripts."""
     return [
         {
             "query": q,
             "id": result.queries[q].id,
             "loss": float(result.query_losses[q]),
+            "asked": result.queries[q].asked,
+            "facts": dict(result.queries[q].facts),
             "converged": bool(result.solve.converged[q]),
             "solver": result.solve.solver,
             "accuracy": None if result.accuracy is None else list(result.accuracy),
@@ -174,10 +201,18 @@ def rows_as_json(result: Attribution, k: int) -> list[dict[str, object]]:
             **{
                 name: [
                     {**asdict(row), "id": result.exhibits.get(row.index, Exhibit()).id}
-                    for row in result.top(k, query=q, harmful=harmful)
+                    for row in result.top(k, query=q, harmful=harmful, by=by)
                 ]
                 for harmful, name in ((False, "helpful"), (True, "harmful"))
             },
+            **(
+                {}
+                if result.grouping is None
+                else {
+                    f"{name}_groups": [asdict(row) for row in result.top_groups(k, query=q, harmful=harmful)]
+                    for harmful, name in ((False, "helpful"), (True, "harmful"))
+                }
+            ),
         }
         for q in range(len(result.queries))
     ]

@@ -53,7 +53,7 @@ def tune_command(
     found = tune(
         inputs.problem.model,
         inputs.train,
-        inputs.queries,
+        inputs.questions,
         NamedTrainer(trainer),
         task=inputs.task,
         params=inputs.params,

@@ -57,7 +57,7 @@ def validate_command(
     found = validate(
         job.problem.model,
         job.train,
-        job.queries,
+        job.questions,
         result,
         task=job.task,
         params=job.params,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whence import errors
 from whence.errors import RankError, WhenceError
 
 __all__ = ["ALONE", "Ranks", "alone", "current", "one_process"]
@@ -26,6 +26,14 @@ T = TypeVar("T")
 
 #: Under its newer name, where torch has that.
 _gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+
+#: Errors that are told by name.
+_TYPED = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, WhenceError)
+}
 
 
 class Ranks:
@@ -92,13 +100,13 @@ class Ranks:
             try:
                 found[0] = function()
             except Exception as error:
-                raised, found[1] = error, _as_sent(error)
+                raised, found[1] = error, _said(error)
         with self._talking():
             dist.broadcast_object_list(found, src=0)
         if raised is not None:
             raise raised
         if found[1] is not None:
-            raise found[1]
+            raise _again(*found[1])
         value: T = found[0]
         return value
 
@@ -197,10 +205,12 @@ def one_process(what: str) -> None:
         )
 
 
-def _as_sent(error: Exception) -> Exception:
-    """An error that other processes can be told."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RankError(f"rank 0 failed: {type(error).__name__}: {error}")
-    return error
+def _said(error: Exception) -> tuple[str, str]:
+    """An error as other processes are told it: by name and message."""
+    return type(error).__name__, str(error)
+
+
+def _again(name: str, message: str) -> WhenceError:
+    """The error that was told; one that is not whence's own is a `RankError` on the other processes."""
+    kind: type[WhenceError] | None = _TYPED.get(name)
+    return RankError(f"rank 0 failed: {name}: {message}") if kind is None else kind(message)

@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.attribution.asked import ask
 from whence.attribution.budget import Way
 from whence.attribution.damping import Metric, Weighed, in_metric, weigh
 from whence.attribution.exhibits import Describe, describer
 from whence.attribution.identity import Portrait, model_identity, refuse_another
 from whence.attribution.job import Job, query_terms
-from whence.attribution.pipeline import ask, conclude, score, solve
-from whence.attribution.planning import SCALE, Planned, make_factors, measure
+from whence.attribution.pipeline import conclude, score, solve
+from whence.attribution.planning import SCALE, Planned, make_factors, measure_spectrum
 from whence.attribution.scores import PartSize, part_of_minute
 from whence.errors import OptionError, RunDirectoryError
 from whence.index.answer import Answer
 from whence.index.parts import Part, check_same, make_parts, read_parts
 from whence.index.signs import estimates
 from whence.index.whitened import Whitened
-from whence.model.data import TermSet
 from whence.model.gauss_newton import GaussNewton
 from whence.model.selection import ParameterFilter
 from whence.operators import Damped, failures_become_typed
@@ -46,7 +46,7 @@ from whence.scoring.cost import count_work
 from whence.solvers.factored import Factored, Fit
 from whence.solvers.plan import Plan
 from whence.spectrum import Spectrum
-from whence.tasks import Task
+from whence.tasks import Questions, Task
 from whence.threads import one_at_a_time
 from whence.training import Training
 
@@ -157,7 +157,10 @@ def _first_two(gnh: GaussNewton) -> Tensor:
     return torch.arange(min(2, len(gnh.terms)))
 
 
-def _job(gnh: GaussNewton, queries: TermSet, options: Options, **more: Any) -> Job:
+def _job(gnh: GaussNewton, queries: Any, options: Options, **more: Any) -> Job:
+    questions = Questions.of(queries)
+    parts, terms = query_terms(questions, gnh)
+
     def nothing(position: int) -> Any:
         raise AssertionError(position)
 
@@ -165,7 +168,7 @@ def _job(gnh: GaussNewton, queries: TermSet, options: Options, **more: Any) -> J
         "positions": torch.arange(len(gnh.terms)), "not_scored": "", "identity": {}, "own_solver": None,
         "show_query": nothing, "show_example": nothing, "class_names": None,
     }  # fmt: skip
-    return Job(gnh=gnh, queries=queries, options=options, **(known | more))
+    return Job(gnh=gnh, questions=questions, parts=parts, terms=terms, options=options, **(known | more))
 
 
 def _options(options: IndexOptions, **more: Any) -> Options:
@@ -181,13 +184,13 @@ def _make(
     """All artifacts of an index."""
     terms = gnh.terms
     pilots = terms.spread(_PILOTS)
-    asked = TermSet(terms.data, gnh.task, gnh.network.device, indices=pilots)
+    asked = [terms.data[position] for position in pilots.tolist()]
     job = in_metric(run, _job(gnh, asked, _options(options), training=training, identity=identity))
     gnh = job.gnh
     factors = make_factors(run, job, _WAY)
     assert factors is not None
     factors = factors.with_scale(SCALE)
-    spectrum = measure(run, job, factors)
+    spectrum = measure_spectrum(run, job, factors)
     weighed = weigh(run, job, gnh.zeros(1), spectrum, halves=False, factors=factors)
     factors = factors.with_damping(weighed.damping)
 
@@ -195,8 +198,7 @@ def _make(
         random = options.generator(9)
         some = gnh.subset(min(_FIT_TERMS, gnh.num_terms), random, distinct=True)
         solver = Factored(preconditioner=factors)
-        gradients = gnh.gradients([terms.data[position] for position in pilots.tolist()])
-        return solver.fitted(Damped(some, weighed.damping), gradients, generator=random)
+        return solver.fitted(Damped(some, weighed.damping), gnh.gradients(asked), generator=random)
 
     run.keep("fit", Fit, fit, operator=gnh)
     whitened = Whitened(gnh, factors, 8 * options.bytes, options.generator(10))
@@ -342,7 +344,7 @@ class Index:
         """Which training examples are behind these answers, from the index.
 
         Args:
-            queries: as of `whence.attribute`.
+            queries: as of `whence.attribute`, or `whence.Questions`.
             options: all options at once; those given by keyword go before.
             **given: any of these options.
 
@@ -350,19 +352,19 @@ class Index:
         """
         chosen = chosen_options(AskOptions, options, given)
         gnh, clock, nowhere = self.gnh, Stopwatch(), Run(None, {}, identity={})
-        asked_about = query_terms(queries, gnh)
-        train = gnh.terms.data
+        questions, train = Questions.of(queries), gnh.terms.data
         job = _job(
             gnh,
-            asked_about,
+            questions,
             _options(
                 self.options, damping=self.weighed.damping, baseline=chosen.baseline, shown=chosen.shown,
                 title=chosen.title,
             ),
             identity=self.identity,
-            show_query=describer(queries, None, self.tokenizer, self.class_names),
+            show_query=describer(questions.queries, None, self.tokenizer, self.class_names),
             show_example=describer(train, self.describe, self.tokenizer, self.class_names),
             class_names=self.class_names,
+            tokenizer=self.tokenizer,
         )  # fmt: skip
         with clock.phase("queries"):
             asked = ask(nowhere, job)

@@ -12,7 +12,7 @@ from whence.index.signs import Rotation
 from whence.model.gauss_newton import GaussNewton
 from whence.model.layers import Passed
 from whence.preconditioners.ekfac import Ekfac
-from whence.preconditioners.kronecker import Turned
+from whence.preconditioners.turned import Turned
 from whence.scoring.derivatives import loss_slopes
 from whence.vectors import ParamVector
 
@@ -55,7 +55,7 @@ class Whitened:
     def _rotated(self, passed: Passed, examples: int) -> Tensor:
         total = self._rotation.blank(examples, self._dtype, self.gnh.network.device)
         for number, block in enumerate(self.factors.blocks):
-            turned = self._turned.of(block, passed)
+            turned = self._turned.of(block.matrix, block.left, block.right, passed)
             if turned is not None:
                 rows = turned.mul_(self._weights[number].to(turned)).flatten(1)
                 self._rotation.add(total, number, rows.to(total.dtype))
@@ -66,5 +66,7 @@ class Whitened:
         parts = []
         for weight, block in zip(self._weights, self.factors.blocks, strict=True):
             packed = block.matrix.pack(gradients.whole_of(block.matrix.names), (gradients.columns or 1,))
-            parts.append((block.rotated(packed) * weight).flatten(1).to(self._dtype))
+            turned = packed if block.left is None else block.left.T.to(packed) @ packed
+            turned = turned if block.right is None else turned @ block.right.to(packed)
+            parts.append((turned * weight).flatten(1).to(self._dtype))
         return self._rotation(parts)

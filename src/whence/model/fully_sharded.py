@@ -10,12 +10,13 @@ and puts them back as they were, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from whence.backward import seeded
 from whence.distributed import ALONE, Ranks
@@ -104,6 +105,15 @@ class ShardedNetwork(Network):
         squares = [_rows(p).double().square().sum() for p in self.parameters.values()]
         return math.sqrt(float(self.ranks.sum(torch.stack(squares).sum())))
 
+    def own_rows(self, name: str, whole: Tensor) -> Tensor:
+        return whole if self.shards is None else self.shards.part(name, whole)
+
+    def whole(self, name: str, rows: Tensor) -> Tensor:
+        return rows if self.shards is None else dict(self.shards.gathered({name: rows}))[name]
+
+    def norm(self, rows: Tensor) -> float:
+        return math.sqrt(float(self.ranks.sum(torch.linalg.vector_norm(rows, dtype=torch.float64).square())))
+
     def values(self) -> dict[str, Tensor]:
         """The parameters themselves: nothing else can stand in their place."""
         return dict(self.parameters)
@@ -170,6 +180,29 @@ class ShardedNetwork(Network):
         *,
         keep_graph: bool = False,
     ) -> None:
+        for name, rows in self._backward(outputs, cotangents, keep_graph):
+            receive(name, self.scaled(name, rows))
+
+    def gradients(
+        self,
+        outputs: Tensor,
+        edges: Sequence[GradientEdge],
+        leaves: Mapping[str, Tensor],
+        cotangent: Tensor,
+        *,
+        keep_graph: bool = False,
+    ) -> tuple[Sequence[Tensor | None], dict[str, Tensor]]:
+        # parameters that a pass gathers are others than the model's, so theirs take a backward pass of their own
+        found, _ = super().gradients(outputs, edges, {}, cotangent, keep_graph=keep_graph or bool(leaves))
+        if not leaves:
+            return found, {}
+        rows = self._backward(outputs, cotangent, keep_graph)
+        return found, {name: part.clone() for name, part in rows if name in leaves}
+
+    def _backward(
+        self, outputs: Tensor, cotangents: Tensor, keep_graph: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """This process's rows of every gradient, a mean over the processes."""
         before = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         for parameter, _ in before:
             parameter.grad = None
@@ -179,7 +212,7 @@ class ShardedNetwork(Network):
                 if parameter.grad is not None:
                     rows = _rows(parameter.grad)
                     shape = rows.shape if self.shards is None else self.shards.shape(name)
-                    receive(name, self.scaled(name, rows.reshape(shape)))
+                    yield name, rows.reshape(shape)
         finally:
             for parameter, grad in before:
                 parameter.grad = grad

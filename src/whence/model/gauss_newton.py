@@ -41,7 +41,7 @@ from whence.model.sampled import SampledGaussNewton
 from whence.model.selection import ParameterFilter, select_parameters
 from whence.model.slopes import Slopes
 from whence.operators import LinearOperator
-from whence.tasks import Batch, Task
+from whence.tasks import Batch, Questions, Task
 from whence.threads import one_at_a_time
 from whence.vectors import ParamVector
 
@@ -243,21 +243,22 @@ class GaussNewton(LinearOperator):
             self.differences(self.terms.fetch(self.terms.longest(2))).memory = memory
 
     def gradients(self, queries: Any) -> ParamVector:
-        """Gradients of the query losses, one column per query.
+        """Gradients of what is asked, one column per question.
 
         A query's loss is its example's loss averaged over its terms: for `LanguageModeling`, minus the mean
         log-probability of the completion's tokens.
 
         Args:
-            queries: a sequence of examples, as in the training data.
+            queries: a sequence of examples, as in the training data, or `Questions`.
         """
-        queries = TermSet(queries, self.task, self.network.device)
-        block, ranks = self.network.blank(len(queries)), self.network.ranks
-        for position in range(len(queries)):
-            batch = queries.fetch(torch.tensor([position]))
+        parts = Questions.of(queries).parts(self.task)
+        terms = TermSet(parts.examples, self.task, self.network.device)
+        block, ranks = self.network.blank(parts.count), self.network.ranks
+        for position in range(len(terms)):
+            batch = terms.fetch(torch.tensor([position]))
             if int(self.task.num_terms(batch).sum()) == 0:
                 raise DataError(
-                    f"query {position} asks for nothing: it has no predicted token. Give it a completion"
+                    f"{parts.name(position)} asks for nothing: it has no predicted token. Give it a completion"
                 )
             mine = position % ranks.size == ranks.rank
             if not mine and not self.network.together:
@@ -265,11 +266,13 @@ class GaussNewton(LinearOperator):
             leaves = self.network.leaves()
             outputs = self.network.outputs(batch, leaves)
             self.task.check(outputs.detach(), batch)
-            loss = self.task.query_losses(outputs, batch).sum()
-            if not bool(torch.isfinite(loss)):
-                raise DataError(f"the loss of query {position} is {float(loss)}; check its inputs and label")
-            counts = torch.full_like(loss, float(mine))
-            self.network.pull_back(loss, leaves, counts, adding_to(block.column(position), 1.0))
+            worth = parts.worth(outputs, batch).sum()
+            if not bool(torch.isfinite(worth)):
+                raise DataError(
+                    f"the {parts.measure} of {parts.name(position)} is {float(worth)}; check its inputs and label"
+                )
+            receive = adding_to(block.column(int(parts.question[position])), float(parts.weight[position]))
+            self.network.pull_back(worth, leaves, torch.full_like(worth, float(mine)), receive)
         return self.network.closed(block)
 
     def training_gradient(self, positions: Tensor) -> ParamVector:

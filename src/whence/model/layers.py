@@ -23,8 +23,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from whence.backward import pulled_back
 from whence.errors import ModelError
+from whence.model.fully_sharded import own_type
 from whence.model.network import Network
 from whence.tasks import Batch
 
@@ -63,14 +63,14 @@ class Matrix:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def pack(self, tensors: Mapping[str, Tensor], lead: Sequence[int] = ()) -> Tensor:
-        """``[*lead, rows, columns]`` from tensors of the parameters' shapes behind ``lead``."""
+        """``[*lead, rows, columns]`` from tensors of the parameters' shapes behind ``lead``, or from some rows of them."""
         rows, columns = self.shape
         width = columns - (self.bias is not None)
         weight = tensors[self.weight]
         if self.transposed:
             weight = weight.reshape(*lead, width, rows).transpose(-1, -2)
         else:
-            weight = weight.reshape(*lead, rows, width)
+            weight = weight.reshape(*lead, -1, width)
         return weight if self.bias is None else torch.cat([weight, tensors[self.bias].unsqueeze(-1)], -1)
 
     def unpack(self, matrix: Tensor, shape: torch.Size) -> dict[str, Tensor]:
@@ -210,15 +210,16 @@ class Call:
     def _by_itself(self, kind: str) -> Tensor:
         """By differentiating the layer alone, on every example."""
         module = self.module
-        everything = {name: _wide(p.detach()) for name, p in module.named_parameters()}
+        everything = {f"layer.{name}": _wide(_whole(p)) for name, p in module.named_parameters()}
+        own = f"layer.{kind}"
 
         def of_one(given: Tensor, gradient: Tensor) -> Tensor:
             def run(parameter: Tensor) -> Tensor:
-                result = functional_call(module, everything | {kind: parameter}, (given.unsqueeze(0),))
+                result = functional_call(_Alone(module), everything | {own: parameter}, (given.unsqueeze(0),))
                 assert isinstance(result, Tensor)
                 return result.squeeze(0)
 
-            pull = vjp(run, everything[kind])[1]
+            pull = vjp(run, everything[own])[1]
             (found,) = pull(gradient)
             assert isinstance(found, Tensor)
             return found
@@ -236,7 +237,7 @@ class Passed:
 
     Attributes:
         calls: of layers, by the names of their parameters.
-        others: gradients of the whole batch, for parameters without examples' gradients.
+        others: gradients of the whole batch, for parameters without examples' gradients; what this process holds of them.
     """
 
     calls: Mapping[str, Sequence[tuple[Call, str]]]
@@ -310,8 +311,7 @@ class ExampleGradients:
         draw = torch.randn(outputs.shape, generator=random).to(outputs)
         weights = torch.randn(pilot.size, generator=random).to(outputs)
         weighted = draw * weights.reshape(-1, *[1] * (outputs.ndim - 1))
-        whole = _gradients(outputs, list(leaves.values()), weighted)
-        expected = dict(zip(leaves, whole, strict=True))
+        _, expected = self.network.gradients(outputs, (), leaves, weighted)
         seen, again = self._try_to_share(pilot, leaves, outputs.detach())
         del outputs
         for key in seen.unreadable:
@@ -321,8 +321,8 @@ class ExampleGradients:
         reason = "used in another way than by calling its layer with a row for each example"
         for matrix in matrices(self.network):
             names = [name for name in matrix.names if name not in self.missing]
-            size = math.hypot(*(float(g.norm()) for n in names if (g := expected[n]) is not None))
-            if not all(self._agree(passed, name, expected[name], weights, size) for name in names):
+            size = math.hypot(*(self.network.norm(expected[name]) for name in names if name in expected))
+            if not all([self._agree(passed, name, expected.get(name), weights, size) for name in names]):
                 self.missing |= dict.fromkeys(names, reason)  # of a layer, both or none
 
     def _try_to_share(
@@ -351,12 +351,13 @@ class ExampleGradients:
             return False  # the layer is called with something else than it seems, or cannot be vectorised
         if found is None or expected is None:
             return found is None and expected is None
-        if found.shape[1:] != expected.shape or len(found) != len(weights):
+        if found.shape[1:] != self.network.parameters[name].shape or len(found) != len(weights):
             return False
-        total = torch.einsum("n,n...->...", weights.to(found), found)
+        total = self.network.own_rows(name, torch.einsum("n,n...->...", weights.to(found), found))
         rounding = min(_CLOSE, 100 * torch.finfo(expected.dtype).eps) * size
         # NaN is close to anything here: outputs that are not finite are refused by name, later
-        return not float((total - expected).norm()) > _CLOSE * float(expected.norm()) + rounding
+        norm = self.network.norm
+        return not norm(total - expected) > _CLOSE * norm(expected) + rounding
 
     # --- running -----------------------------------------------------------------------------------------
 
@@ -400,13 +401,13 @@ class ExampleGradients:
         *,
         others: bool,
     ) -> Iterator[Passed]:
-        rest = [name for name in self.missing if others]
-        wanted: list[Any] = [*(edge for _, _, edge in seen.calls), *(leaves[name] for name in rest)]
+        rest = {name: leaves[name] for name in self.missing if others}
+        edges = [edge for _, _, edge in seen.calls]
         for number, cotangent in enumerate(cotangents):
             more = number < len(cotangents) - 1
-            found = _gradients(outputs, wanted, cotangent, keep_graph=more)
+            found, last = self.network.gradients(outputs, edges, rest, cotangent, keep_graph=more)
             calls: dict[str, list[tuple[Call, str]]] = {}
-            for (key, inputs, _), gradient in zip(seen.calls, found, strict=False):
+            for (key, inputs, _), gradient in zip(seen.calls, found, strict=True):
                 if gradient is None:
                     continue
                 module, names = self._modules[key]
@@ -416,8 +417,7 @@ class ExampleGradients:
                 for kind, name in names.items():
                     if name not in self.missing:
                         calls.setdefault(name, []).append((call, kind))
-            last = dict(zip(rest, found[len(seen.calls) :], strict=True))
-            yield Passed(calls, {name: _wide(g) for name, g in last.items() if g is not None})
+            yield Passed(calls, {name: _wide(gradient) for name, gradient in last.items()})
 
 
 class _Seen:
@@ -482,15 +482,6 @@ class _Seen:
         return note
 
 
-def _gradients(
-    outputs: Tensor, wanted: Sequence[Any], cotangent: Tensor, *, keep_graph: bool = False
-) -> Sequence[Tensor | None]:
-    """What autograd says; None for all where nothing is wanted, or nothing depends on it."""
-    if not wanted or not outputs.requires_grad:
-        return [None] * len(wanted)
-    return pulled_back(outputs, wanted, cotangent, keep_graph=keep_graph)
-
-
 # --- modules -------------------------------------------------------------------------------------------------
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -508,7 +499,7 @@ def _owners(network: Network) -> dict[str, list[tuple[nn.Module, str]]]:
 def _why_not(module: nn.Module) -> str | None:
     """What can be told of a module's parameters without running it."""
     if next(module.children(), None) is not None:
-        return f"held by a {type(module).__name__}, which is made of other modules"
+        return f"held by a {own_type(module).__name__}, which is made of other modules"
     if isinstance(module, nn.Embedding) and (
         module.max_norm is not None or module.scale_grad_by_freq or module.sparse
     ):
@@ -525,12 +516,31 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _transposed(module: nn.Module) -> bool:
     """Whether it is the linear layer of GPT-2, which keeps its weight as inputs by outputs."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return own_type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def _wide(tensor: Tensor) -> Tensor:
     """In float32 at least: sums of products in fewer bits lose what they are about."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class _Alone(nn.Module):
+    """A layer without the hooks of its calls, such as those that gather a unit of ``fully_shard``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, given: Tensor) -> Any:
+        return self.layer.forward(given)
+
+
+def _whole(parameter: Any) -> Tensor:
+    """A parameter with all its rows; of a sharded model, all processes ask for it."""
+    parameter = parameter.detach()
+    found = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    assert isinstance(found, Tensor)
+    return found
 
 
 def _parameter(module: nn.Module, kind: str) -> Tensor:

@@ -18,12 +18,13 @@ processes, of which each keeps its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.func import functional_call
 
 from whence.backward import pulled_back, seeded
@@ -211,11 +212,27 @@ class Network:
         }
         return ParamVector(zeros, columns=columns, shards=shards)
 
+    def own_rows(self, name: str, whole: Tensor) -> Tensor:
+        """What this process holds of a parameter, and so of its gradient."""
+        return whole
+
+    def whole(self, name: str, rows: Tensor) -> Tensor:
+        """Inverse of `own_rows`, on all processes."""
+        return rows
+
+    def norm(self, rows: Tensor) -> float:
+        """``‖·‖`` of a tensor of which each process holds its `own_rows`."""
+        return float(torch.linalg.vector_norm(rows))
+
     # --- passes ------------------------------------------------------------------------------------------
 
     def scaled(self, name: str, tensor: Tensor) -> Tensor:
         """``D^(-1/2)`` times a parameter's part of a vector or of a gradient; itself without a metric."""
         return tensor if self._scale is None else tensor * self._scale[name].to(tensor.dtype)
+
+    def scaled_whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The same of all rows of a parameter's part."""
+        return tensor if self._scale is None else tensor * self.whole(name, self._scale[name]).to(tensor.dtype)
 
     def values(self) -> dict[str, Tensor]:
         """The selected parameters, in float32 at least; aliases of the model's own where these are."""
@@ -254,6 +271,31 @@ class Network:
             result = functional_call(self._module, self._in_slots(instead), (batch,), tie_weights=False)
         assert isinstance(result, Tensor)
         return result
+
+    def gradients(
+        self,
+        outputs: Tensor,
+        edges: Sequence[GradientEdge],
+        leaves: Mapping[str, Tensor],
+        cotangent: Tensor,
+        *,
+        keep_graph: bool = False,
+    ) -> tuple[Sequence[Tensor | None], dict[str, Tensor]]:
+        """Gradients at edges of the graph, None where there is none, and of parameters; not in the metric's coordinates.
+
+        Args:
+            outputs: of this process's share of the examples.
+            edges: where gradients of what a layer put out will arrive.
+            leaves: parameters, whose gradients are returned where there are any. Of a sharded model these are this
+                process's rows of the mean over processes.
+            cotangent: gradient of the outputs.
+            keep_graph: whether there will be another pass.
+        """
+        if not outputs.requires_grad or not (edges or leaves):
+            return [None] * len(edges), {}
+        found = pulled_back(outputs, [*edges, *leaves.values()], cotangent, keep_graph=keep_graph)
+        of_leaves = zip(leaves, found[len(edges) :], strict=True)
+        return found[: len(edges)], {name: g for name, g in of_leaves if g is not None}
 
     def _in_slots(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by every place that they are kept at."""

@@ -24,12 +24,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from whence.distributed import ALONE, Ranks
 from whence.errors import ModelError, OptionError, VectorError
 from whence.model.gauss_newton import ACTIVATION_BUDGET, GaussNewton
 from whence.model.inspection import check_finite
 from whence.model.layers import Call, Matrix, Passed, matrices
 from whence.preconditioners.base import Preconditioner, check_damping
-from whence.preconditioners.kronecker import KroneckerBlock, Turned, by_position, side_of
+from whence.preconditioners.kronecker import KroneckerBlock
+from whence.preconditioners.sums import Sums, of_one
+from whence.preconditioners.turned import Turned, by_position, side_of
 from whence.progress import ticker
 from whence.tasks import Batch, Task
 from whence.tasks.base import noise
@@ -37,6 +40,8 @@ from whence.vectors import ParamVector
 
 __all__ = ["Ekfac", "KroneckerBlock", "ekfac"]
 
+#: Q_G and Q_A of a matrix; None for the identity.
+_Bases = tuple[ParamVector | None, ParamVector | None]
 Curvature = Literal["auto", "exact", "sampled"]
 
 #: Examples with up to this many outputs get the exact curvature by default: a backward pass for each.
@@ -67,7 +72,7 @@ class Ekfac(Preconditioner):
     Example:
         >>> turned = torch.tensor([[0.6, -0.8], [0.8, 0.6]])
         >>> matrix = Matrix("weight", None, False, (1, 2))
-        >>> block = KroneckerBlock(matrix, None, turned, torch.tensor([[3.0, 1.0]]))
+        >>> block = KroneckerBlock.of(matrix, None, turned, torch.tensor([[3.0, 1.0]]))
         >>> P = Ekfac(1.0, (block,), terms=1, num_passes=1, by_batch={})
         >>> P.solve(ParamVector({"weight": torch.tensor([[0.6, 0.8]])}))["weight"]
         tensor([[0.1500, 0.2000]])
@@ -122,7 +127,11 @@ class Ekfac(Preconditioner):
     @property
     def largest(self) -> float:
         """‖P‖, its largest eigenvalue."""
-        return self.damping + self.scale * max(float(block.eigenvalues.max()) for block in self.blocks)
+        tops = [
+            block.eigenvalues.max() for block in self.blocks if block.eigenvalues.numel()
+        ]  # it may hold no rows
+        top = torch.stack([*tops, self.blocks[0].eigenvalues.new_zeros(())]).max()
+        return self.damping + self.scale * float(self._ranks.largest(top.double()))
 
     @property
     def smallest(self) -> float:
@@ -132,7 +141,19 @@ class Ekfac(Preconditioner):
     @property
     def trace(self) -> float:
         """H's trace, but for the error of sampling."""
-        return sum(float(block.eigenvalues.sum(dtype=torch.float64)) for block in self.blocks)
+        sums = [block.eigenvalues.sum(dtype=torch.float64) for block in self.blocks]
+        return float(self._ranks.sum(torch.stack(sums)).sum())
+
+    @property
+    def frobenius(self) -> float:
+        """``‖E‖``, H's Frobenius norm but for what is off the diagonal in the basis."""
+        squares = [block.eigenvalues.double().square().sum() for block in self.blocks]
+        return math.sqrt(float(self._ranks.sum(torch.stack(squares)).sum()))
+
+    @property
+    def _ranks(self) -> Ranks:
+        shards = self.blocks[0].parts.shards
+        return ALONE if shards is None else shards.ranks
 
     def with_damping(self, damping: float) -> Ekfac:
         """The same for another λ, at no cost: neither the basis nor E depends on it."""
@@ -228,20 +249,25 @@ class _Draws:
         """The cotangents of a batch, each scaled so that their squares add up to S."""
 
         def cotangents(outputs: Tensor) -> Sequence[Tensor]:
+            found = drawn(outputs)
+            # a process without an example passes one along with the others, which counts for nothing
+            return found if batch.held else [torch.zeros_like(cotangent) for cotangent in found]
+
+        def drawn(outputs: Tensor) -> Sequence[Tensor]:
             check_finite(outputs)
             wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
             if not self.exact and type(self.task).sample_residual is not Task.sample_residual:
-                drawn = [self.task.sample_residual(wide, batch, generator) for _ in range(self.samples)]
-                return [residual / math.sqrt(self.samples) for residual in drawn if residual is not None]
+                found = [self.task.sample_residual(wide, batch, generator) for _ in range(self.samples)]
+                return [residual / math.sqrt(self.samples) for residual in found if residual is not None]
             root = _root(self.task, wide, batch)  # [n, m, columns]
             if (
                 self.exact
             ):  # with a random sign for each example, so that a batch's sum has the same second moment
-                found = (root * _signs(batch, (1, 1), generator).to(root)).unbind(-1)
+                columns = (root * _signs(batch, (1, 1), generator).to(root)).unbind(-1)
             else:
                 signs = _signs(batch, (root.shape[-1], self.samples), generator).to(root)
-                found = torch.bmm(root, signs / math.sqrt(self.samples)).unbind(-1)
-            return [column.reshape(outputs.shape) for column in found]
+                columns = torch.bmm(root, signs / math.sqrt(self.samples)).unbind(-1)
+            return [column.reshape(outputs.shape) for column in columns]
 
         return cotangents
 
@@ -270,7 +296,12 @@ def _root(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
 
 
 class _Measured:
-    """Two passes over the data."""
+    """Two passes over the data.
+
+    Of a model that every process holds whole, each sums over its share of the examples, and sums are added at the end.
+    Of a sharded model, where such sums would be as large as the whole of it, they are added after every micro-batch, and
+    each process keeps its rows.
+    """
 
     def __init__(self, gnh: GaussNewton, draws: _Draws, widest: int, generator: torch.Generator) -> None:
         self.gnh, self.draws, self.widest, self.generator = gnh, draws, widest, generator
@@ -284,8 +315,8 @@ class _Measured:
         some = self._enough_for_bases(positions)
         batches = -(-len(some) // self.size) + -(-len(positions) // self.size)
         with ticker("EK-FAC", batches) as tick:
-            blocks = self._bases(some, tick)
-            return self._eigenvalues(blocks, positions, tick)
+            bases = self._bases(some, tick)
+            return self._blocks(bases, positions, tick)
 
     def _enough_for_bases(self, positions: Tensor) -> Tensor:
         sides = [side for matrix in self.matrices for side in matrix.shape[matrix.looked_up :]]
@@ -306,20 +337,15 @@ class _Measured:
             yield from self.layers.passes(batch, self.draws.of(batch, drawing), others=True)
             tick()
 
-    def _summed(self, tensor: Tensor) -> Tensor:
-        """Over all processes, where each had a share of the examples."""
-        return tensor if self.layers.missing else self.gnh.network.ranks.sum(tensor)
-
     # --- the bases ---------------------------------------------------------------------------------------
 
-    def _bases(self, positions: Tensor, tick: Callable[[], None]) -> dict[Matrix, KroneckerBlock]:
-        moments: dict[tuple[Matrix, int], Tensor] = {}
+    def _bases(self, positions: Tensor, tick: Callable[[], None]) -> dict[Matrix, _Bases]:
+        moments, ranks = Sums(self.gnh.network, together=bool(self.layers.missing)), self.gnh.network.ranks
 
         def add(matrix: Matrix, side: int, vectors: Tensor) -> None:
             """``Σ x xᵀ`` over all vectors x of a side that is narrow enough, and more than one wide."""
             if 1 < matrix.shape[side] <= self.widest:
-                flat, key = vectors.reshape(-1, vectors.shape[-1]), (matrix, side)
-                moments[key] = flat.T @ flat if key not in moments else moments[key].addmm_(flat.T, flat)
+                moments.add_squares((matrix, side), vectors.reshape(-1, vectors.shape[-1]))
 
         for passed in self._passes(positions, tick):
             for matrix in self.matrices:
@@ -332,24 +358,22 @@ class _Measured:
                 if packed is not None:
                     add(matrix, 0, packed.mT)
                     add(matrix, 1, packed)
-        found = {}
-        like = self.gnh.network.values()
-        for matrix in self.matrices:
-            zeros = torch.zeros(
-                matrix.shape, dtype=_wide(like[matrix.weight]), device=self.gnh.network.device
+
+        def basis(matrix: Matrix, side: int) -> ParamVector | None:
+            moment = moments.pop(
+                (matrix, side), self._zeros(matrix).new_zeros(2 * matrix.shape[side : side + 1])
             )
-            bases = []
-            for side in (0, 1):
-                moment = moments.pop((matrix, side), None)
-                met = self.gnh.network.ranks.largest(torch.tensor(float(moment is not None)))
-                if moment is None and float(met):  # in other processes' shares alone
-                    moment = zeros.new_zeros(matrix.shape[side], matrix.shape[side])
-                moment = None if moment is None else self._summed(moment)
-                # one basis for all: eigenvectors are not unique
-                basis = _eigenvectors(moment, matrix)
-                bases.append(basis if basis is None else self.gnh.network.ranks.same(basis))
-            found[matrix] = KroneckerBlock(matrix, bases[0], bases[1], zeros)
-        return found
+            found = None if moment is None else _eigenvectors(moment.whole()[""], matrix)
+            # one basis for all: eigenvectors are not unique
+            return (
+                None if found is None or moment is None else of_one(ranks.same(found)).parted(moment.shards)
+            )
+
+        return {matrix: (basis(matrix, 0), basis(matrix, 1)) for matrix in self.matrices}
+
+    def _zeros(self, matrix: Matrix) -> Tensor:
+        parameter = self.gnh.network.parameters[matrix.weight]
+        return torch.zeros((), dtype=_wide(parameter), device=parameter.device)
 
     def _add_sides(
         self,
@@ -376,24 +400,34 @@ class _Measured:
 
     # --- E -----------------------------------------------------------------------------------------------
 
-    def _eigenvalues(
-        self, blocks: dict[Matrix, KroneckerBlock], positions: Tensor, tick: Callable[[], None]
+    def _blocks(
+        self, bases: dict[Matrix, _Bases], positions: Tensor, tick: Callable[[], None]
     ) -> tuple[KroneckerBlock, ...]:
+        squares = Sums(self.gnh.network, together=bool(self.layers.missing))
         for passed in self._passes(positions, tick):
-            for block in blocks.values():
-                turned = self.turned.of(block, passed)
+            for matrix, sides in bases.items():
+                left, right = (None if side is None else side.whole()[""] for side in sides)
+                turned = self.turned.of(matrix, left, right, passed)
                 if turned is not None:
-                    block.eigenvalues.add_(turned.square().sum(0))
+                    squares.add(matrix, turned.square().sum(0))
         # the sum over the examples becomes an unbiased mean over terms with TermSet's weight
         weight = self.gnh.terms.weight(len(positions))
-        for matrix, block in blocks.items():
-            blocks[matrix] = block = replace(block, eigenvalues=self._summed(block.eigenvalues).mul_(weight))
-            if not bool(block.eigenvalues.isfinite().all()):
+        found = []
+        for matrix, (left_basis, right_basis) in bases.items():
+            none = self._zeros(matrix).new_zeros(matrix.shape)
+            total = squares.pop(matrix, none)
+            if total is None:
+                total = of_one(none).parted(squares.shards(of_one(none)))
+            total.scale_(weight)
+            if not total.is_finite():
                 raise ModelError(
-                    f"gradients of {block.matrix.weight!r} are not finite, or too large for this precision; check the "
+                    f"gradients of {matrix.weight!r} are not finite, or too large for this precision; check the "
                     "model's parameters, or use float32 or float64"
                 )
-        return tuple(blocks.values())
+            found.append(
+                KroneckerBlock.joined(matrix, left_basis, right_basis, total, self.gnh.network.ranks)
+            )
+        return tuple(found)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -422,11 +456,6 @@ def _check_options(
     if not isinstance(gnh, GaussNewton):
         raise OptionError(
             f"EK-FAC is made of a network's layers; give a GaussNewton, not a {type(gnh).__name__}"
-        )
-    if gnh.network.together:
-        raise OptionError(
-            "EK-FAC reads whole layers, and the model is sharded over processes; use solver='cg' or 'lissa', or a "
-            "model that every process holds whole"
         )
     if curvature not in ("auto", "exact", "sampled"):
         raise OptionError(f"curvature is {curvature!r}; it must be 'auto', 'exact' or 'sampled'")

@@ -1,18 +1,25 @@
-"""Examples' gradients in Kronecker bases: ``Q_Gᵀ G Q_A``, matrix by matrix, in the metric's coordinates."""
+"""`KroneckerBlock`: one matrix of parameters, in the basis that EK-FAC takes its block of H for diagonal in.
+
+Where several processes work together, each holds its rows of Q_G, Q_A and E, as it does of a vector, and multiplies its
+rows of what the block is applied to. With Q_G's rows on every process, ``Q_Gᵀ X`` is a sum over processes, of which each
+keeps its rows, and ``Q_G X`` needs X whole: both for one matrix at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from whence.model.gauss_newton import GaussNewton
-from whence.model.layers import Call, Matrix, Passed, matrices
+from whence.distributed import ALONE, Ranks, Shards
+from whence.model.layers import Matrix
+from whence.preconditioners.sums import of_one, shards_of
 from whence.vectors import ParamVector
 
-__all__ = ["KroneckerBlock", "Turned", "by_position", "side_of"]
+__all__ = ["KroneckerBlock"]
+
+_E, _LEFT, _RIGHT = "eigenvalues", "left", "right"
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,117 +28,94 @@ class KroneckerBlock:
 
     Attributes:
         matrix: the parameters, a weight with its bias or any other alone.
-        left: Q_G, ``[rows, rows]``; None for the identity.
-        right: Q_A, ``[columns, columns]``; None for the identity.
-        eigenvalues: E, ``[rows, columns]``.
+        parts: E, ``[rows, columns]``, as "eigenvalues", and Q_G, ``[rows, rows]``, and Q_A, ``[columns, columns]``, as
+            "left" and "right", where they are not the identity; of each, this process's rows.
     """
 
     matrix: Matrix
-    left: Tensor | None
-    right: Tensor | None
-    eigenvalues: Tensor
+    parts: ParamVector
+
+    @classmethod
+    def of(
+        cls, matrix: Matrix, left: Tensor | None, right: Tensor | None, eigenvalues: Tensor
+    ) -> KroneckerBlock:
+        """A block of whole tensors, in one process."""
+        sides = (None if side is None else of_one(side) for side in (left, right))
+        return cls.joined(matrix, *sides, of_one(eigenvalues), ALONE)
+
+    @classmethod
+    def joined(
+        cls,
+        matrix: Matrix,
+        left: ParamVector | None,
+        right: ParamVector | None,
+        eigenvalues: ParamVector,
+        ranks: Ranks,
+    ) -> KroneckerBlock:
+        """A block of `of_one` tensors, each whole or parted over the processes already."""
+        given = {_E: eigenvalues, _LEFT: left, _RIGHT: right}
+        found = {name: tensor for name, tensor in given.items() if tensor is not None}
+        shards = None
+        if ranks.size > 1:
+            shards = Shards(ranks, {name: tensor.shape_of("") for name, tensor in found.items()})
+        rows = {name: tensor.parted(shards_of(tensor, ranks))[""] for name, tensor in found.items()}
+        return cls(matrix, ParamVector(rows, shards=shards))
+
+    @property
+    def eigenvalues(self) -> Tensor:
+        """This process's rows of E."""
+        return self.parts[_E]
+
+    @property
+    def left(self) -> Tensor | None:
+        """Its rows of Q_G; None for the identity."""
+        return self.parts.get(_LEFT)
+
+    @property
+    def right(self) -> Tensor | None:
+        """Its rows of Q_A; None for the identity."""
+        return self.parts.get(_RIGHT)
 
     def apply(self, vector: ParamVector, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """``Q f(E) Qᵀ v`` for these parameters; on a block, for each column."""
+        mine = self._rows_of(vector)
+        right = None if self.right is None else self._all(_RIGHT, self.right).to(mine)
+        left = None if self.left is None else self.left.to(mine)
+        turned = mine if right is None else mine @ right
+        turned = turned if left is None else self._sum(left.T @ turned)
+        turned = turned * function(self.eigenvalues.to(mine))
+        turned = turned if left is None else left @ self._all(_E, turned)
+        turned = turned if right is None else turned @ right.T
+        return self._given_back(turned, vector)
+
+    # --- rows of several processes -----------------------------------------------------------------------
+
+    def _rows_of(self, vector: ParamVector) -> Tensor:
+        """This process's rows of the matrix that a vector is, ``[*columns, rows, columns]``."""
         lead = () if vector.columns is None else (vector.columns,)
-        packed = self.matrix.pack(vector.whole_of(self.matrix.names), lead)
-        turned = self._turned(packed, self.left, self.right)
-        turned = turned * function(self.eigenvalues.to(packed))
-        back = self._turned(turned, *(None if q is None else q.T for q in (self.left, self.right)))
-        found = self.matrix.unpack(back, vector.shape_of(self.matrix.weight))
-        if vector.shards is None:
-            return found
+        if self.parts.shards is None or self._by_rows(vector):
+            return self.matrix.pack(vector, lead)
+        return self.parts.shards.part(_E, self.matrix.pack(vector.whole_of(self.matrix.names), lead))
+
+    def _given_back(self, rows: Tensor, vector: ParamVector) -> dict[str, Tensor]:
+        """Inverse of `_rows_of`."""
+        if self.parts.shards is None or self._by_rows(vector):
+            held = vector[self.matrix.weight].shape[vector.columns is not None :]
+            return self.matrix.unpack(rows, held)
+        found = self.matrix.unpack(self._all(_E, rows), vector.shape_of(self.matrix.weight))
         return {name: vector.own_rows(name, whole).clone() for name, whole in found.items()}
 
-    def rotated(self, packed: Tensor) -> Tensor:
-        """``Q_Gᵀ G Q_A``."""
-        return self._turned(packed, self.left, self.right)
+    def _by_rows(self, vector: ParamVector) -> bool:
+        """Whether a process's rows of the parameters are its rows of the matrix."""
+        shape = vector.shape_of(self.matrix.weight)
+        return not self.matrix.transposed and self.matrix.shape[0] == (shape[0] if len(shape) else 1)
 
-    @staticmethod
-    def _turned(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
-        if left is not None:
-            matrix = left.T.to(matrix) @ matrix
-        return matrix if right is None else matrix @ right.to(matrix)
+    def _all(self, name: str, rows: Tensor) -> Tensor:
+        """All rows of what each process has some of."""
+        shards = self.parts.shards
+        return rows if shards is None else dict(shards.gathered({name: rows}))[name]
 
-
-class Turned:
-    """Reads examples' gradients off backward passes, and turns them into the bases of blocks.
-
-    Args:
-        gnh: brings the network and its metric.
-    """
-
-    def __init__(self, gnh: GaussNewton) -> None:
-        self._network = network = gnh.network
-        metric = None if network.metric is None else network.opened(network.metric)
-        #: What both sides of every matrix are multiplied by.
-        self.scales = {matrix: _side_scales(matrix, metric) for matrix in matrices(network)}
-
-    def of(self, block: KroneckerBlock, passed: Passed) -> Tensor | None:
-        """``Q_Gᵀ G Q_A`` of every example, ``[n, rows, columns]``.
-
-        Of a linear layer it is ``Σ_t (Q_Gᵀg_t)(Q_Aᵀa_t)ᵀ``, which turns vectors and no matrices.
-        """
-        matrix, calls = block.matrix, by_position(block.matrix, passed)
-        if not calls:
-            packed = self.packed(matrix, passed)
-            return None if packed is None else block.rotated(packed)
-        rows, columns = self.scales[matrix]
-        total: Tensor | None = None
-        for call, kind in calls:
-            g = call.outputs_by_position
-            if call.is_embedding:
-                found = call.looked_up(side_of(g, columns, block.right))
-                found = block._turned(found if rows is None else found * rows.unsqueeze(1), block.left, None)
-            elif kind == "bias":
-                found = side_of(g.sum(1), rows, block.left).unsqueeze(-1)
-                found = found if columns is None else found * columns
-            else:
-                a = call.inputs_by_position(bias=matrix.bias is not None)
-                found = torch.bmm(side_of(g, rows, block.left).mT, side_of(a, columns, block.right))
-            total = found if total is None else total.add_(found)
-        return total
-
-    def packed(self, matrix: Matrix, passed: Passed) -> Tensor | None:
-        """G of every example, or of the batch where examples have none, in the metric's coordinates."""
-        tensors = {}
-        for name in matrix.names:
-            found = passed.gradients(name)
-            if found is None and name in passed.others:
-                found = passed.others[name].unsqueeze(0)
-            if found is not None:
-                tensors[name] = found
-        if not tensors:
-            return None
-        some = next(iter(tensors.values()))
-        for name in matrix.names:  # a weight without its bias, or the other way round, does for zeros
-            tensors.setdefault(name, some.new_zeros(len(some), *self._network.parameters[name].shape))
-        packed = matrix.pack(tensors, (len(some),))
-        rows, columns = self.scales[matrix]
-        packed = packed if rows is None else packed * rows.unsqueeze(1).to(packed)
-        return packed if columns is None else packed * columns.to(packed)
-
-
-def by_position(matrix: Matrix, passed: Passed) -> Sequence[tuple[Call, str]]:
-    """The calls of a matrix's layers, if all tell its gradient by vectors at positions; none otherwise."""
-    calls = passed.calls.get(matrix.weight, ())
-    fits = all(
-        call.is_embedding or (call.is_linear and (kind == "bias" or call.transposed == matrix.transposed))
-        for call, kind in calls
-    )
-    return calls if fits else ()
-
-
-def side_of(vectors: Tensor, scale: Tensor | None, basis: Tensor | None) -> Tensor:
-    """One side of a gradient, in the metric's coordinates and turned into its basis."""
-    vectors = vectors if scale is None else vectors * scale.to(vectors)
-    return vectors if basis is None else vectors @ basis.to(vectors)
-
-
-def _side_scales(matrix: Matrix, metric: ParamVector | None) -> tuple[Tensor | None, Tensor | None]:
-    """``r^(-1/2)`` and ``c^(-1/2)`` of a metric ``D = r cᵀ``; of any other metric, of the nearest such."""
-    if metric is None:
-        return None, None
-    packed = matrix.pack(metric)
-    whole = packed.mean()
-    return (packed.mean(1) / whole.sqrt()).rsqrt(), (packed.mean(0) / whole.sqrt()).rsqrt()
+    def _sum(self, whole: Tensor) -> Tensor:
+        """This process's rows of a sum over processes."""
+        shards = self.parts.shards
+        return whole if shards is None else dict(shards.summed({_E: whole}))[_E]

@@ -24,7 +24,16 @@ from whence.report.figures import verdict_mark
 from whence.report.untrusted import href, picture, script_json, visible
 from whence.units import format_duration
 
-__all__ = ["Item", "Page", "Token", "document", "plain_document", "shade", "words_to_filter"]
+__all__ = [
+    "Item",
+    "Page",
+    "Token",
+    "document",
+    "explorer_document",
+    "plain_document",
+    "shade",
+    "words_to_filter",
+]
 
 MOST_WORDS = 40  # to choose from, where a list can be filtered
 LEVELS = 10  # depths of shading, each a class in style.css: the page's policy allows no inline styles
@@ -161,6 +170,15 @@ def plain_document(template: str, **values: Any) -> str:
     """A page without scripts, in the same style and under the same policy."""
     style = _style()
     return _environment().get_template(template).render(style=style, policy=_policy(style), **values)
+
+
+def explorer_document(**values: Any) -> tuple[str, str]:
+    """The explorer's page, and its policy: as `document`, but it may ask its own server and show its answers."""
+    style = _style() + Markup(_source("explorer.css"))
+    theme, script = Markup(_source("theme.js")), Markup(_source("explorer.js"))
+    policy = f"{_policy(style, theme, script)}; connect-src 'self'; frame-src 'self'; frame-ancestors 'none'"
+    template = _environment().get_template("explorer.html.j2")
+    return template.render(style=style, theme=theme, script=script, **values), policy
 
 
 def _style() -> Markup:

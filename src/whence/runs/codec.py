@@ -74,7 +74,7 @@ def decode(
         tree: from `encode`, or `inlined`.
         tensors: from `encode`; they are not copied.
         device: where vectors go, and tensors that were not on the CPU.
-        shards: how vectors of the model's parameters are held.
+        shards: how several processes hold vectors of the model's parameters; others are parted likewise.
 
     Raises:
         RunDirectoryError: anything is missing, unknown, too much, or of another type.
@@ -231,6 +231,7 @@ class _Reader:
         self.used: set[str] = set()
         self._tensors, self._device, self._shards = tensors, device, shards
         self._inline: dict[str, Tensor] = {}
+        self._shapes: dict[str, torch.Size] = {}
         self._shared: dict[Any, Any] = {}
 
     def value(self, hint: Any, node: Any) -> Any:
@@ -258,12 +259,11 @@ class _Reader:
         if kind is ParamVector:
             _check_keys(node, ("vector", "columns"))
             keys, columns = _typed(dict, node["vector"]), self.value(int | None, node["columns"])
-            shards = (
-                self._shards if self._shards is not None and set(keys) == set(self._shards.shapes) else None
-            )
-            tensors = {
-                name: self._tensor(key, on_cpu=False, part=(shards, name)) for name, key in keys.items()
-            }
+            lead = columns is not None
+            tensors = {name: self._tensor(key, on_cpu=False, parted_after=lead) for name, key in keys.items()}
+            shards = self._shards
+            if shards is not None and set(keys) != set(shards.shapes):  # no vector of the model's parameters
+                shards = Shards(shards.ranks, {name: self._shapes[key][lead:] for name, key in keys.items()})
             make = partial(ParamVector, tensors, columns=columns, shards=shards)
             return self._once((columns, *keys.items()), make)
         if kind in _SEQUENCES:
@@ -291,16 +291,19 @@ class _Reader:
         ((tag, node),) = node.items()
         return self.value({_name(m): m for m in others}[tag], node)
 
-    def _tensor(self, key: Any, *, on_cpu: bool, part: tuple[Shards | None, str] = (None, "")) -> Tensor:
+    def _tensor(self, key: Any, *, on_cpu: bool, parted_after: int | None = None) -> Tensor:
+        """A tensor; where several processes hold vectors together, rows of one, behind so many dimensions."""
         self.used.add(key)
-        shards, name = part
+        parted = None if parted_after is None else self._shards
 
         def make() -> Tensor:
             found = self._inline[key] if key in self._inline else self._tensors[key]
-            found = found if shards is None else shards.part(name, found).clone()
+            self._shapes[key] = found.shape
+            if parted is not None:
+                found = Shards(parted.ranks, {"": found.shape[parted_after:]}).part("", found).clone()
             return found.to("cpu" if on_cpu else self._device)
 
-        return self._once((key, on_cpu, shards is not None), make)  # type: ignore[no-any-return]
+        return self._once((key, on_cpu, parted is not None), make)  # type: ignore[no-any-return]
 
     def _once(self, key: Any, make: Any) -> Any:
         if key not in self._shared:

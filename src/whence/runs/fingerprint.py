@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from whence.model.fully_sharded import own_type
 from whence.model.quantised import parts
 from whence.progress import ticker
 
@@ -26,13 +27,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 def of_model(model: nn.Module) -> str:
     """Of all parameters and buffers, their names included, also those that are not saved with the model."""
-    kind = type(model)
-    if hasattr(model, "_get_fsdp_state"):  # the class that was sharded
-        kind = kind.__mro__[2]
-    digest = hashlib.blake2b(kind.__qualname__.encode())
+    digest = hashlib.blake2b(own_type(model).__qualname__.encode())
     for name, tensor in {**dict(model.named_buffers()), **model.state_dict()}.items():
         digest.update(name.encode())
-        for part in parts(tensor):
+        for part in parts(_whole(tensor)):
             for piece in _pieces(part):
                 digest.update(piece)
     return digest.hexdigest()[:16]
@@ -65,10 +63,16 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("", text)
 
 
+def _whole(tensor: Any) -> Tensor:
+    """With what other processes hold of it, where it is sharded."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
 def _pieces(value: Any) -> Iterable[bytes | memoryview]:
     """The value's bytes; every container and array says first what it is and how large."""
     if isinstance(value, Tensor):
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value  # sharded over processes
+        value = _whole(value)
         flat = value.detach().cpu().contiguous().reshape(-1)
         yield f"tensor{tuple(value.shape)}{value.dtype}".encode()
         if flat.numel():

@@ -125,11 +125,12 @@ def layer_products(
     squares = torch.zeros(n, dtype=torch.float64, device=batch.targets.device)
 
     for passed in gnh.example_gradients().passes(batch, loss_slopes(gnh, batch)):
-        for name, rows in directions.items():
+        for name, own in directions.items():
+            rows = network.whole(name, own)
             if norms:
                 gradient = passed.gradients(name)
                 if gradient is not None:
-                    flat = network.scaled(name, gradient).reshape(n, -1)
+                    flat = network.scaled_whole(name, gradient).reshape(n, -1)
                     total.add_(rows.reshape(len(rows), -1) @ flat.T)
                     # a few at a time, since they are copied into float64
                     lengths = [
@@ -137,7 +138,7 @@ def layer_products(
                     ]
                     squares.add_(torch.cat(lengths).square_())
                 continue
-            products = passed.products(name, network.scaled(name, rows))
+            products = passed.products(name, network.scaled_whole(name, rows))
             if products is not None:
                 total.add_(products)
     return total, squares

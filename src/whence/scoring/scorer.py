@@ -6,7 +6,7 @@ sequence's score is the mean of its tokens' ``∇ℓ_iᵀu``; `Scorer.term_share
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -96,11 +96,7 @@ class Scorer:
             "directional": self.work.directional(together, exact=exact, vectorised=vectorised),
             "gradients": self.work.gradients(self._count),
         }
-        missing: Mapping[str, str] = {}
-        if gnh.network.together:
-            missing = dict.fromkeys(gnh.network.parameters, "the model is sharded over processes")
-        else:
-            missing = gnh.example_gradients().missing if method in ("auto", "layers") else {}
+        missing = gnh.example_gradients().missing if method in ("auto", "layers") else {}
         if method == "layers" and missing:
             name, reason = next(iter(missing.items()))
             raise OptionError(
@@ -159,7 +155,8 @@ class Scorer:
         elif self.method == "layers":
             for columns, batch in self._batches(positions, self._at_once):
                 products, lengths = layer_products(self.gnh, self._opened, batch, norms=self.norms)
-                result[:k, columns], squares[columns] = products.cpu(), lengths.cpu()
+                held = len(columns)
+                result[:k, columns], squares[columns] = products[:, :held].cpu(), lengths[:held].cpu()
         else:
             for columns, shares in self._shares(self._batches(positions, self.gnh.micro_batch)):
                 result[:, columns] = shares[:, : len(columns)].sum(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -49,6 +49,12 @@ class Examples(ABC):
     def find(self, id: str) -> tuple[int, ...]:
         """Positions of the examples with this id: none if unknown, several where a document was cut up."""
 
+    def column(self, name: str) -> list[Any]:
+        """What a field says of every example, such as its source; None where a row has none."""
+        raise DataError(
+            f"{self.name} has no field {name!r} to tell groups by; read it from rows that have one"
+        )
+
     def texts(self) -> Iterator[str | None]:
         """The texts of all examples in order, read as they are asked for; None where one has none."""
         return (self.exhibit(index).text for index in range(len(self)))
@@ -73,6 +79,8 @@ class ListedExamples(Examples):
         data: anything with ``len`` and integer indexing.
         name: what to call it; an example without an id of its own is ``name#1``, ``name#2``, …
         exhibits: one per example, or a function from position to exhibit.
+        fields: of the rows that the examples were made from.
+        contrasts: what each is compared with, as queries; see `whence.tasks.questions.Questions`.
 
     Example:
         >>> examples = ListedExamples([([0.0], 1), ([1.0], 0)], name="toy")
@@ -86,6 +94,8 @@ class ListedExamples(Examples):
         *,
         name: str,
         exhibits: Sequence[Exhibit] | Callable[[int], Exhibit] | None = None,
+        fields: Sequence[Mapping[str, Any]] | None = None,
+        contrasts: Sequence[Any] | None = None,
     ) -> None:
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise DataError(
@@ -98,7 +108,8 @@ class ListedExamples(Examples):
             raise DataError(
                 f"{name} has {len(data)} examples but {len(exhibits)} exhibits; give one for each"
             )
-        self.data, self.name, self._exhibits = data, name, exhibits
+        self.data, self.name, self._exhibits, self._fields = data, name, exhibits, fields
+        self.contrasts = contrasts
 
     def __len__(self) -> int:
         return len(self.data)
@@ -122,6 +133,14 @@ class ListedExamples(Examples):
 
     def id(self, index: int) -> str:
         return str(self.exhibit(index).id)
+
+    def column(self, name: str) -> list[Any]:
+        fields = self.data if self._fields is None else self._fields
+        rows = (fields[index] for index in range(len(self)))
+        found = [row.get(name) if isinstance(row, Mapping) else None for row in rows]
+        if name == "id" and all(value is None for value in found):
+            return list(self.ids)
+        return super().column(name) if all(value is None for value in found) else found
 
     def find(self, id: str) -> tuple[int, ...]:
         return (self._positions[id],) if id in self._positions else ()
@@ -197,6 +216,24 @@ class LabelledRows(Examples):
     def label(self, index: int) -> str:
         """The example's class, in words."""
         return self.labels.names[int(self.targets[index])]
+
+    def column(self, name: str) -> list[Any]:
+        found = [row.fields.get(name) for row in self._rows()]
+        if name in ("id", "label") and all(value is None for value in found):
+            return [self.id(index) if name == "id" else self.label(index) for index in range(len(self))]
+        return super().column(name) if all(value is None for value in found) else found
+
+    @property
+    def contrasts(self) -> list[int | None] | None:
+        """As queries, the class that each is compared with, by its field ``contrast``; None without such fields."""
+        named = [row.fields.get("contrast") for row in self._rows()]
+        if all(value is None for value in named):
+            return None
+        numbers = [None if value is None else self.labels.number(value) for value in named]
+        for index, (value, number) in enumerate(zip(named, numbers, strict=True)):
+            if value is not None and number is None:
+                raise self.labels.unknown(value, f"{self._row(index).where}, in 'contrast',")
+        return numbers
 
 
 def nothing_left(name: str, skipped: int) -> DataError:

@@ -46,13 +46,14 @@ class DocumentReader:
 
     Attributes:
         layout: how the rows are written: a text, a prompt with its completion, or a list of chat messages.
+        text_field: where a text is.
         special: whether the tokenizer puts its own tokens around a document; a chat template has done so already.
     """
 
     def __init__(self, records: Records, tokenizer: Any, text_field: str | None) -> None:
         first = records[0].fields
         self.layout: Literal["text", "pair", "messages"] = "text"
-        self._tokenizer, self._text_field = tokenizer, text_field or "text"
+        self._tokenizer, self.text_field = tokenizer, text_field or "text"
         if text_field is None and "messages" in first:
             self.layout = "messages"
         # One of the two without the other is a row that lacks a field, and is said to be.
@@ -62,7 +63,7 @@ class DocumentReader:
 
     def has_text(self, row: Row) -> bool:
         """Whether the row holds anything to learn from."""
-        fields = {"text": self._text_field, "pair": "completion", "messages": "messages"}
+        fields = {"text": self.text_field, "pair": "completion", "messages": "messages"}
         return not row.is_empty(fields[self.layout])
 
     def read(self, row: Row) -> Document:
@@ -72,7 +73,7 @@ class DocumentReader:
         if self.layout == "pair":
             prompt, completion = row.text("prompt", may_be_empty=True), row.text("completion")
             return Document(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
-        return Document(row.text(self._text_field))
+        return Document(row.text(self.text_field))
 
     def encode(self, *documents: Document) -> list[Encoded]:
         """The documents' tokens."""
@@ -266,6 +267,14 @@ class Passages(Examples):
             passages = self._passages_of(self._ids.find(numbered[1]))
             found = passages[int(numbered[2]) : int(numbered[2]) + 1] if len(passages) > 1 else found
         return tuple(found)
+
+    def column(self, name: str) -> list[Any]:
+        found = [row.fields.get(name) for row in self._records]
+        if name == "id" and all(value is None for value in found):
+            return [self._ids[number] for number in self._rows.tolist()]
+        if all(value is None for value in found):
+            return super().column(name)
+        return [found[number] for number in self._rows.tolist()]
 
     def texts(self) -> Iterator[str]:
         for number, row in enumerate(self._records):

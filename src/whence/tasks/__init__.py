@@ -6,6 +6,7 @@ from whence.tasks.classification import Classification
 from whence.tasks.convex import ConvexLoss
 from whence.tasks.language_modeling import LanguageModeling
 from whence.tasks.preference import Preference
+from whence.tasks.questions import Questions
 from whence.tasks.regression import Regression
 from whence.tasks.sequence_to_sequence import SequenceToSequence
 from whence.tasks.token_classification import MaskedLanguageModeling, TokenClassification
@@ -18,6 +19,7 @@ __all__ = [
     "LanguageModeling",
     "MaskedLanguageModeling",
     "Preference",
+    "Questions",
     "Regression",
     "SequenceToSequence",
     "Task",

@@ -145,6 +145,8 @@ class Task(ABC):
     terms_per_example: int | None = 1
     #: Whether the loss is convex in the outputs by its formula; if not, that is looked at on some of the data.
     known_convex = False
+    #: What else than the loss a question may be about (`whence.tasks.questions`): "margin", "contrast".
+    measures: tuple[str, ...] = ()
 
     def settings(self) -> Mapping[str, object]:
         """What differs from the defaults: tells a run of this task from one of another."""
@@ -261,11 +263,53 @@ class Task(ABC):
         """Number of terms of each example, ``[examples]``."""
         return torch.ones(batch.size, dtype=torch.long, device=batch.targets.device)
 
-    def query_losses(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """The quantity a query asks about: each example's loss averaged over its terms, ``[examples]``."""
-        losses = self.losses(outputs, batch)
-        total = losses.reshape(batch.size, -1).sum(1)
-        return total / self.num_terms(batch).to(total.device).clamp_min(1)
+    def margins(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """``-log(p / (1 - p))`` of the label, as `losses`: of tasks whose `measures` have it."""
+        raise NotImplementedError
+
+    def surprisals(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """``-log p`` of the label alone, as `losses`, without weights or smoothing: of tasks that know contrasts."""
+        raise NotImplementedError
+
+    def contrasting(self, example: Any, other: Any) -> Any:
+        """The example with another label, or another answer, in the place of its own."""
+        if isinstance(example, Mapping):
+            name = "labels" if "labels" in example else "label"
+            return {**example, name: _like(other, example.get(name))}
+        inputs, label = example
+        return inputs, _like(other, label)
+
+    def query_losses(
+        self, outputs: Tensor, batch: Batch, *, measure: str = "loss", reduce: str = "mean"
+    ) -> Tensor:
+        """The quantity a query asks about, ``[examples]``: by default an example's loss averaged over its terms.
+
+        Args:
+            outputs: of the model.
+            batch: the examples.
+            measure: of a term: ``"loss"``, ``"margin"`` (`margins`) or ``"contrast"`` (`surprisals`).
+            reduce: ``"mean"`` over an example's terms, or ``"sum"``.
+        """
+        of_terms = {"loss": self.losses, "margin": self.margins, "contrast": self.surprisals}[measure]
+        total = of_terms(outputs, batch).reshape(batch.size, -1).sum(1)
+        return total if reduce == "sum" else total / self.num_terms(batch).to(total.device).clamp_min(1)
+
+
+def _like(other: Any, label: Any) -> Any:
+    """Another label, of the same kind and shape as the one that is there."""
+    if not isinstance(label, Tensor):
+        return other
+    with_shape = torch.as_tensor(other)
+    if with_shape.shape != label.shape and with_shape.numel() == label.numel() == 1:
+        with_shape = with_shape.reshape(label.shape)
+    if with_shape.shape != label.shape:
+        raise DataError(
+            f"a contrast has shape {tuple(with_shape.shape)} and the label that it is compared with "
+            f"{tuple(label.shape)}; give another label of the same shape"
+        )
+    if with_shape.is_floating_point() and not label.is_floating_point():
+        raise DataError(f"a contrast is {with_shape.dtype} and the label {label.dtype}; give a whole number")
+    return with_shape.to(label)
 
 
 def noise(batch: Batch, shape: Sequence[int], draw: Callable[[tuple[int, ...]], Tensor]) -> Tensor:

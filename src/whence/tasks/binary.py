@@ -36,6 +36,7 @@ class BinaryClassification(Task):
     """
 
     known_convex = True
+    measures: tuple[str, ...] = ("margin", "contrast")
 
     def __init__(self, *, positive_weight: float | Sequence[float] | Tensor = 1.0) -> None:
         weight = torch.as_tensor(positive_weight, dtype=torch.float64)
@@ -86,6 +87,20 @@ class BinaryClassification(Task):
         # beyond the threshold, the 1 in log(1 + eʰ) is below float64's rounding
         losses = yes * F.softplus(-outputs, threshold=40.0) + no * F.softplus(outputs, threshold=40.0)
         return losses.reshape(batch.size, -1).sum(1)
+
+    def margins(self, outputs: Tensor, batch: Batch) -> Tensor:
+        targets = batch.targets.to(outputs.dtype).reshape(outputs.shape)
+        if outputs.numel() != batch.size or not bool(((targets == 0) | (targets == 1)).all()):
+            raise OptionError(
+                "measure='margin' asks for the odds of one yes-or-no label; these are several for each example, or "
+                "between 0 and 1. Ask for the loss, or give contrast="
+            )
+        return ((1 - 2 * targets) * outputs).reshape(batch.size)
+
+    def surprisals(self, outputs: Tensor, batch: Batch) -> Tensor:
+        targets = batch.targets.to(outputs.dtype).reshape(outputs.shape)
+        of_labels = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+        return of_labels.reshape(batch.size, -1).sum(1)
 
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         return tangents * self._diagonal(outputs, batch)

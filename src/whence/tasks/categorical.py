@@ -44,6 +44,7 @@ class CategoricalTask(Task):
     """
 
     known_convex = True
+    measures = ("margin", "contrast")
 
     def __init__(
         self, *, label_smoothing: float = 0.0, class_weights: Sequence[float] | Tensor | None = None
@@ -121,8 +122,7 @@ class CategoricalTask(Task):
         return min(1.0, super().output_scale(outputs))
 
     def losses(self, outputs: Tensor, batch: Batch) -> Tensor:
-        if outputs.dtype in (torch.float16, torch.bfloat16):
-            outputs = outputs.float()
+        outputs = _wide(outputs)
         losses = self._weighed(self._minus_log_probability(outputs, batch), batch)
         if self.label_smoothing:
             weights = self._weights(outputs)
@@ -130,16 +130,18 @@ class CategoricalTask(Task):
             losses = losses + self.label_smoothing * spread.masked_fill(batch.targets == IGNORED, 0.0)
         return losses
 
+    def margins(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return _odds_against(_wide(outputs), batch).masked_fill(batch.targets == IGNORED, 0.0)
+
+    def surprisals(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return self._minus_log_probability(_wide(outputs), batch)
+
     @staticmethod
     def _minus_log_probability(outputs: Tensor, batch: Batch) -> Tensor:
-        # -log p_y = log(1 + eᵃ), with a the log-odds of all other classes together against y. `F.cross_entropy` has the
-        # gradient p_y - 1; this one's is -Σ_{k≠y} p_k.
-        ignored = batch.targets == IGNORED
-        labels = batch.targets.masked_fill(ignored, 0).unsqueeze(-1)
-        others = outputs.scatter(-1, labels, -torch.inf).logsumexp(-1)
-        against = others - outputs.gather(-1, labels).squeeze(-1)
+        # -log p_y = log(1 + eᵃ). `F.cross_entropy` has the gradient p_y - 1; this one's is -Σ_{k≠y} p_k.
+        against = _odds_against(outputs, batch)
         # beyond the threshold, the 1 is below float64's rounding
-        return F.softplus(against, threshold=40.0).masked_fill(ignored, 0.0)
+        return F.softplus(against, threshold=40.0).masked_fill(batch.targets == IGNORED, 0.0)
 
     # --- weights and smoothing -------------------------------------------------------------------------------
 
@@ -260,6 +262,17 @@ class CategoricalTask(Task):
         if bool(ignored.any()):
             probabilities[ignored] = 0.0
         return probabilities
+
+
+def _wide(outputs: Tensor) -> Tensor:
+    return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+
+
+def _odds_against(outputs: Tensor, batch: Batch) -> Tensor:
+    """a: the log-odds of all other classes together against the label."""
+    labels = batch.targets.masked_fill(batch.targets == IGNORED, 0).unsqueeze(-1)
+    others = outputs.scatter(-1, labels, -torch.inf).logsumexp(-1)
+    return others - outputs.gather(-1, labels).squeeze(-1)
 
 
 def _are_probabilities(outputs: Tensor) -> bool:

@@ -57,6 +57,24 @@ class LanguageModeling(CategoricalTask):
             "labels": torch.cat([torch.full_like(prompt_ids, IGNORED), completion_ids]),
         }
 
+    def contrasting(self, example: Any, other: Any) -> Any:
+        """The example's prompt with other tokens after it; a dict is taken as it is."""
+        if isinstance(other, Mapping):
+            return other
+        fields = self._as_fields(example)
+        ids = torch.as_tensor(fields["input_ids"]).long()
+        labels = torch.as_tensor(fields.get("labels", ids))
+        first = int((labels != IGNORED).long().argmax())
+        if first == 0 or not set(fields) <= {"input_ids", "labels", "attention_mask"}:
+            raise DataError(
+                "a query is compared with another completion of its prompt, and this one has no prompt, or fields "
+                f"beside its tokens ({sorted(fields)}); give the contrast as an example of its own"
+            )
+        made = self.query(ids[:first], other)
+        return made | (
+            {"attention_mask": torch.ones_like(made["input_ids"])} if "attention_mask" in fields else {}
+        )
+
     def collate(self, examples: Sequence[Any]) -> Batch:
         return super().collate([self._as_fields(example) for example in examples])
 

@@ -43,6 +43,8 @@ class Preference(BinaryClassification):
         [-100, -100, 9]
     """
 
+    measures = ("margin",)
+
     def __init__(self, *, beta: float = 0.1) -> None:
         super().__init__()
         if not 0 < beta < float("inf"):

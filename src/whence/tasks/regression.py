@@ -30,6 +30,7 @@ class Regression(Task):
     """
 
     known_convex = True
+    measures = ("contrast",)
 
     def __init__(self, *, variance: float = 1.0) -> None:
         if not 0 < variance < float("inf"):
@@ -55,6 +56,9 @@ class Regression(Task):
     def losses(self, outputs: Tensor, batch: Batch) -> Tensor:
         residual = outputs.reshape(batch.size, -1) - batch.targets.reshape(batch.size, -1)
         return residual.square().sum(1) / (2 * self.variance)
+
+    def surprisals(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return self.losses(outputs, batch)  # up to a constant, which contrasts cancel
 
     def hessian_product(self, outputs: Tensor, tangents: Tensor, batch: Batch) -> Tensor:
         return tangents / self.variance

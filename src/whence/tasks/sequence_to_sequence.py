@@ -44,6 +44,17 @@ class SequenceToSequence(CategoricalTask):
             )
         return {"input_ids": given, "labels": answer}
 
+    def contrasting(self, example: Any, other: Any) -> Any:
+        """The example with other tokens as its answer; a dict is taken as it is."""
+        if isinstance(other, Mapping):
+            return other
+        if "decoder_input_ids" in example:
+            raise DataError(
+                "a query says itself what the decoder reads (decoder_input_ids); give the contrast as an example of "
+                "its own"
+            )
+        return {**example, "labels": token_ids(other).long()}
+
     def assemble(self, columns: Mapping[str, Tensor] | Sequence[Any]) -> Batch:
         if not isinstance(columns, Mapping):
             raise DataError(

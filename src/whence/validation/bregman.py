@@ -29,6 +29,7 @@ from whence.model.inspection import (
 from whence.model.network import Network, adding_to
 from whence.model.selection import ParameterFilter, select_parameters
 from whence.tasks import Batch, Task
+from whence.tasks.questions import Parts
 from whence.vectors import ParamVector
 
 __all__ = ["PART", "BregmanObjective", "Drawn"]
@@ -145,13 +146,14 @@ class BregmanObjective:
                 self._anchors.append(outputs)
             yield batch, outputs
 
-    def losses(self, displacement: ParamVector, epsilon: float, queries: Sequence[Batch]) -> Tensor:
-        """Losses of the queries at ``θ* + εd``."""
+    def losses(
+        self, displacement: ParamVector, epsilon: float, parts: Parts, batches: Sequence[Batch]
+    ) -> Tensor:
+        """What is asked, at ``θ* + εd``: from the parts of the questions, in batches."""
         moved = self.at(displacement, epsilon)
         with torch.no_grad():
-            return torch.cat(
-                [self.task.query_losses(self.network.outputs(batch, moved), batch) for batch in queries]
-            )
+            worth = [parts.worth(self.network.outputs(batch, moved), batch) for batch in batches]
+        return parts.together(torch.cat(worth))
 
     def straightest(self, direction: ParamVector, point: Batch) -> float:
         """ε for which the outputs' path along d is straightest: short enough to be a line, long enough to be seen.

@@ -24,7 +24,8 @@ from whence.errors import DataError, OptionError, SolverError, WhenceWarning
 from whence.model.selection import ParameterFilter
 from whence.progress import ticker
 from whence.solvers.plan import Plan
-from whence.tasks import Batch, Task
+from whence.tasks import Batch, Questions, Task
+from whence.tasks.questions import Parts
 from whence.threads import one_at_a_time
 from whence.validation.bregman import PART, BregmanObjective
 from whence.validation.statistics import standard_error
@@ -104,7 +105,7 @@ def pbrf(
         model: in evaluation mode; copied into float64 on its device, not modified.
         train: its training data.
         points: training examples to fine-tune on, each by itself.
-        queries: examples whose losses are looked at before and after.
+        queries: examples whose losses are looked at before and after, or `Questions`.
         task: what the outputs mean.
         damping: λ, as the attribution's (``result.solve.plan.damping``).
         params: which parameters may move; the attribution's.
@@ -142,8 +143,9 @@ def pbrf(
     for name, data in (("points", points), ("queries", queries)):
         if not hasattr(data, "__len__") or len(data) == 0:
             raise DataError(f"there are no {name}; give at least one example")
-    asked = list(objective.examples(queries, objective.micro_batch))
-    before = objective.losses(objective.network.zeros(), 0.0, asked)
+    parts = Questions.of(queries).parts(task)
+    asked = parts, list(objective.examples(parts.examples, objective.micro_batch))
+    before = objective.losses(objective.network.zeros(), 0.0, *asked)
     if tolerance is None:
         tolerance = 1e-4 if plan is None else 0.3
     found = []
@@ -223,7 +225,7 @@ class _Descent:
         self._epsilon = epsilon or (objective.straightest(self._start(), point) if self._norm > 0 else 1e-8)
 
     def response(
-        self, queries: Sequence[Batch], before: Tensor, tolerance: float, max_gradients: int
+        self, asked: tuple[Parts, list[Batch]], before: Tensor, tolerance: float, max_gradients: int
     ) -> ProximalResponse:
         """From the end of one full-batch path or the ends of independent minibatch paths, and the losses before."""
         plan, losses, epsilon = self._plan, self._objective.losses, self._epsilon
@@ -233,9 +235,9 @@ class _Descent:
             ends = [self._minibatches(plan) for _ in range(plan.chains)]
         mean = ParamVector.mean(ends)
         residual, error = self._residual(mean)
-        after = torch.stack([losses(end, epsilon, queries) for end in ends])
+        after = torch.stack([losses(end, epsilon, *asked) for end in ends])
         by_chain = (before - after) / epsilon  # removal and fine-tuning have opposite signs: flipped here
-        behind, ahead = (losses(mean, sign * PART * epsilon, queries) for sign in (-1, 1))
+        behind, ahead = (losses(mean, sign * PART * epsilon, *asked) for sign in (-1, 1))
         stderr = standard_error(by_chain, 0) if plan is not None else torch.zeros_like(before)
         return ProximalResponse(
             scores=by_chain.mean(0).unsqueeze(1),

@@ -34,7 +34,7 @@ from whence.progress import ticker
 from whence.runs import Run, holds, read, read_value, write_value
 from whence.runs.files import given_path
 from whence.runs.fingerprint import of_data, of_value
-from whence.tasks import Task
+from whence.tasks import Questions, Task
 from whence.threads import one_at_a_time
 from whence.validation.statistics import standard_error
 
@@ -135,7 +135,7 @@ def retrain(
         train: the user's training; see `Trainer`.
         subsets: a mask ``[subsets, n]`` of bool, as `half_subsets` gives, or a list of positions for each subset.
         seeds: different numbers from 0; each is used with every subset.
-        queries: a data set, items as the task reads them.
+        queries: a data set, items as the task reads them, or `Questions`.
         task: gives the queries' losses (`Task.query_losses`: the mean over an example's terms).
         num_examples: n; needed where subsets are lists.
         batch_size: queries at a time.
@@ -151,7 +151,7 @@ def retrain(
     """
     if isinstance(seeds, int):
         raise OptionError(f"seeds is {seeds}; give each of them, such as range({max(seeds, 1)})")
-    masks = as_masks(subsets, num_examples)
+    masks, queries = as_masks(subsets, num_examples), Questions.of(queries)
     job = _Job(train, masks, tuple(int(seed) for seed in seeds), queries, task, batch_size)
     job.check(processes)
     payload = job.pickled() if processes > 1 else b""
@@ -173,17 +173,18 @@ def retrain(
 
 
 def query_losses(model: nn.Module, queries: Any, task: Task, *, batch_size: int = 256) -> Tensor:
-    """Each query's loss under a model, averaged over its terms, ``[queries]`` in float64."""
+    """Each query's loss under a model, averaged over its terms, or what else is asked, ``[queries]`` in float64."""
     tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
-    terms = TermSet(queries, task, torch.device("cpu") if tensor is None else tensor.device)
+    parts = Questions.of(queries).parts(task)
+    terms = TermSet(parts.examples, task, torch.device("cpu") if tensor is None else tensor.device)
     losses = torch.zeros(len(terms), dtype=torch.float64)
     with torch.no_grad():
         for positions in terms.by_length(torch.arange(len(terms))).split(batch_size):
             batch = terms.fetch(positions)
             outputs = task.outputs(model, batch)
             task.check(outputs, batch)
-            losses[positions] = task.query_losses(outputs, batch).double().cpu()
-    return losses
+            losses[positions] = parts.worth(outputs, batch).double().cpu()
+    return parts.together(losses)
 
 
 # --- subsets ---------------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ class _Job:
     train: Trainer
     masks: Tensor
     seeds: tuple[int, ...]
-    queries: Any
+    queries: Questions
     task: Task
     batch_size: int
 
@@ -270,9 +271,12 @@ class _Job:
         for name, value in (("processes", processes), ("batch_size", self.batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be a whole number of at least 1, got {value}")
-        terms = TermSet(self.queries, self.task, torch.device("cpu"))
-        for query in (terms.counts() == 0).nonzero().flatten().tolist():
-            raise DataError(f"query {query} holds no term: every label is ignored or masked. Leave it out")
+        parts = self.queries.parts(self.task)
+        terms = TermSet(parts.examples, self.task, torch.device("cpu"))
+        for position in (terms.counts() == 0).nonzero().flatten().tolist():
+            raise DataError(
+                f"{parts.name(position)} holds no term: every label is ignored or masked. Leave it out"
+            )
         terms.look_through(len(terms))
 
     def config(self, name: str) -> dict[str, Any]:
@@ -284,7 +288,7 @@ class _Job:
             "examples": n,
             "subsets": f"{count:,}: {of_value(self.masks)}",
             "seeds": ", ".join(map(str, self.seeds)),
-            "queries": f"{len(self.queries):,}: {of_data(self.queries)}",
+            "queries": f"{len(self.queries):,}: {of_data(self.queries.data)}",
             "task": type(self.task).__name__,
             "batch_size": self.batch_size,
         }

@@ -11,7 +11,7 @@ on one and judged on the other, for many ways to part them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from whence.errors import DataError, OptionError
 from whence.model.selection import ParameterFilter
 from whence.options import MeasureOptions, chosen_options, takes
 from whence.runs.files import given_path
-from whence.tasks import Task
+from whence.tasks import Questions, Task
 from whence.threads import one_at_a_time
 from whence.validation.datamodeling import Bench, DatamodelingDifference, DatamodelingScore
 from whence.validation.retraining import Outcomes, Trainer, half_subsets, retrain
@@ -211,7 +211,7 @@ def tune(
     Args:
         model: as `whence.attribute` takes it; what ``trainer`` makes of all the data.
         train_set: its training data.
-        queries: examples that scores are judged on; many tell more of λ than few.
+        queries: examples that scores are judged on, or `Questions`; many tell more of λ than few.
         trainer: ``trainer(subset, seed) -> model`` trains on the examples at these positions of ``train_set``.
         task: what outputs mean.
         params: which parameters, as for `whence.attribute`.
@@ -278,12 +278,13 @@ def tune(
     solve.over_damping(
         [solve.solve.plan.damping]
     )  # refuses what is too large for it before anything is trained
+    asked = Questions.of(queries)
     subsets = half_subsets(solve.num_examples, halves, generator=chosen.generator(7))
     outcomes = retrain(
         trainer,
         subsets,
         range(seeds),
-        [queries[position] for position in range(len(queries))],
+        replace(asked, queries=[asked.queries[position] for position in range(len(asked.queries))]),
         task=task,
         processes=processes,
         directory=None if place is None else place / "retraining",

@@ -35,7 +35,7 @@ from whence.runs import Run, read
 from whence.runs.fingerprint import of_data, of_value
 from whence.solvers.plan import Plan
 from whence.spectrum import estimate_spectrum
-from whence.tasks import Task
+from whence.tasks import Questions, Task
 from whence.threads import one_at_a_time
 from whence.units import format_bytes, format_duration
 from whence.validation.pbrf import ProximalResponse, pbrf
@@ -85,7 +85,8 @@ def validate(
     Args:
         model: the one that was attributed; another is recognised and refused. So are other data and parameters.
         train: its training data.
-        queries: whose losses were explained.
+        queries: what was explained, as it was given to `whence.attribute`; `Questions` where more than losses was
+            asked for.
         result: what `whence.attribute` returned, or `whence.load` of its run directory.
         task: what the model's outputs mean.
         params: which parameters, as they were given to `whence.attribute`.
@@ -116,14 +117,15 @@ def validate(
         product=settings.get("product", "auto"),  # type: ignore[arg-type]  # as `attribute` checked it
         micro_batch=settings.get("micro_batch"),  # type: ignore[arg-type]
     )
-    TermSet(queries, task, gnh.network.device)  # refuses what is no list of examples
-    _recognise(gnh, queries, result)
+    questions = Questions.of(queries)
+    TermSet(questions.queries, task, gnh.network.device)  # refuses what is no list of examples
+    _recognise(gnh, questions, result)
     with Run(None, {}, identity={}) if directory is None else Run.again(directory) as run:
         recognise(run, gnh)
         gnh = gnh.in_metric(metric_again(gnh, result, directory))
         if result.solve.by_curvature:
             gnh.terms.draw_by(measure_importance(gnh).probabilities())
-        job = _Job(gnh, queries, params, result, run, budget=budget_seconds, points=points, seed=seed)
+        job = _Job(gnh, questions, params, result, run, budget=budget_seconds, points=points, seed=seed)
         job.keep(solver_check(result))
         for name, check in CHECKS.items():
             if job.settled(name):
@@ -145,9 +147,9 @@ def check_options(budget_seconds: float, points: int) -> None:
         raise OptionError(f"points is {points}; fine-tune on at least one example of each kind")
 
 
-def _recognise(gnh: GaussNewton, queries: Any, result: Attribution) -> None:
+def _recognise(gnh: GaussNewton, queries: Questions, result: Attribution) -> None:
     """Refuse another model, other data, queries or parameters than the scores are about."""
-    found = {**operator_identity(gnh), "queries": f"{len(queries)} {of_data(queries)}"}
+    found = {**operator_identity(gnh), "queries": f"{len(queries)} {of_data(queries.data)}"}
     for name, given in found.items():
         known = result.settings.get(name, given)
         if known != given:
@@ -163,7 +165,7 @@ class _Job:
     def __init__(
         self,
         gnh: GaussNewton,
-        queries: Any,
+        queries: Questions,
         params: ParameterFilter | None,
         result: Attribution,
         run: Run,

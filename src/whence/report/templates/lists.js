@@ -17,9 +17,9 @@
   class Entry {
     constructor(element) {
       this.element = element;
-      const { score, effect, index, baseline, id, separated } = element.dataset;
+      const { score, effect, index, baseline, unit, id, separated } = element.dataset;
       const number = text => (text === "" ? NaN : Number(text));
-      this.keys = { score: number(score), effect: number(effect), index: number(index), baseline: number(baseline), id };
+      this.keys = { score: number(score), effect: number(effect), index: number(index), baseline: number(baseline ?? ""), unit: number(unit ?? ""), id };
       this.separated = separated === "1";
       this.parts = all(".find", element).map(part => ({ part, text: fold(part.textContent) }));
       this.words = all(".word", element).map(part => fold(part.textContent));
@@ -38,7 +38,7 @@
     if (Number.isNaN(a) || Number.isNaN(b)) return Number.isNaN(a) - Number.isNaN(b);
     return sign * (a - b);
   };
-  const DOWNWARDS = new Set(["score", "effect", "baseline"]);
+  const DOWNWARDS = new Set(["score", "effect", "baseline", "unit"]);
 
   class Question {
     constructor(section) {
@@ -155,7 +155,7 @@
     const others = questions.flatMap(question => question.others).filter(entry => entry.shown).length;
     document.getElementById("found").textContent = !term ? ""
       : `${ranked.filter(entry => entry.shown).length} of ${ranked.length} examples`
-        + (others ? `, ${others} by gradient product` : "");
+        + (others ? `, ${others} in other rankings` : "");
     next = 0;
   };
 
