@@ -316,7 +316,7 @@ class TestCommandLine:
 
     def test_a_question_is_not_asked_while_an_index_is_made(self, tmp_path: Path) -> None:
         said = invoke("index", tmp_path, "--index", tmp_path / "index", "--prompt", "a", code=2)
-        assert "whence ask" in said.stderr
+        assert "--prompt is of a question" in said.stderr
 
     def test_a_directory_without_an_index(self, tmp_path: Path) -> None:
         assert "no index" in invoke("ask", tmp_path, "--trust-run", "--prompt", "a", code=2).stderr

@@ -22,7 +22,7 @@ from whence.units import format_bytes
 __all__ = ["ask_command", "index_command"]
 
 #: What belongs to a question.
-_ASKED = ("queries", "prompt", "completion", "candidates")
+_ASKED = ("queries", "prompt", "completion", "contrast", "query_groups", "groups", "candidates")
 
 
 @takes(InputOptions, IndexOptions)
@@ -85,6 +85,7 @@ def ask_command(
         str | None, typer.Option(help="One question, typed here: what the model was given…")
     ] = None,
     completion: Annotated[str | None, typer.Option(help="…and what it said.")] = None,
+    contrast: Annotated[str | None, typer.Option(help="…and what it might have said instead.")] = None,
     report: Annotated[Path | None, typer.Option(help="Where to write the page.")] = None,
     top: Annotated[int, typer.Option(help="Examples to print at each end of a ranking.")] = 5,
     json: AsJson = False,
@@ -103,8 +104,8 @@ def ask_command(
         trusted=trust_run,
         otherwise="From Python: whence.Index.open(directory, model, train, task=…).ask(…)",
     )
-    inputs = Inputs(replace(kept, queries=queries, prompt=prompt, completion=completion))
-    asked = inputs.queries
+    inputs = Inputs(replace(kept, queries=queries, prompt=prompt, completion=completion, contrast=contrast))
+    asked = inputs.questions
     found = Index.open(
         index_dir,
         inputs.problem.model,

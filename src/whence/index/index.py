@@ -1,16 +1,14 @@
-"""`index`: what every later question needs, made once; `Index.ask`: answers from it.
+"""`Index`: what every later question needs, as `whence.index` made it; `Index.ask` answers from it.
 
-    queries → metric → factors → spectrum → damping → fit → parts → error          index
-    queries → estimates → candidates → solve → score → result                      ask
+    queries → estimates → candidates → solve → score → result
 
-What is made is what the quick answer of `whence.attribute` is made of, and for every training example the signs of its
-rotated whitened gradient (`whence.index.signs`). A question then takes its own gradient, a table look-up for every
-byte, and the examples at the ends of the ranking scored as the quick answer scores them.
+A question takes its own gradient, a table look-up for every byte of the index, and the examples at the ends of the
+ranking scored as the quick answer of `whence.attribute` scores them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,122 +18,48 @@ from torch import Tensor, nn
 
 from whence.attribution.asked import ask
 from whence.attribution.budget import Way
-from whence.attribution.damping import Metric, Weighed, in_metric, weigh
+from whence.attribution.damping import Metric, Weighed
 from whence.attribution.exhibits import Describe, describer
 from whence.attribution.identity import Portrait, model_identity, refuse_another
 from whence.attribution.job import Job, query_terms
 from whence.attribution.pipeline import conclude, score, solve
-from whence.attribution.planning import SCALE, Planned, make_factors, measure_spectrum
-from whence.attribution.scores import PartSize, part_of_minute
+from whence.attribution.planning import SCALE, Planned
 from whence.errors import OptionError, RunDirectoryError
 from whence.index.answer import Answer
-from whence.index.parts import Part, check_same, make_parts, read_parts
+from whence.index.parts import Part, check_same, read_parts
 from whence.index.signs import estimates
 from whence.index.whitened import Whitened
 from whence.model.gauss_newton import GaussNewton
 from whence.model.selection import ParameterFilter
-from whence.operators import Damped, failures_become_typed
-from whence.options import AskOptions, IndexOptions, Options, chosen_options, takes
+from whence.operators import failures_become_typed
+from whence.options import AskOptions, IndexOptions, Options, takes
 from whence.preconditioners.ekfac import Ekfac
 from whence.progress import Stopwatch
 from whence.runs import Run, differences, opened
 from whence.runs.files import given_path
 from whence.runs.manifest import Manifest
-from whence.scoring import Scorer
-from whence.scoring.cost import count_work
 from whence.solvers.factored import Factored, Fit
 from whence.solvers.plan import Plan
 from whence.spectrum import Spectrum
 from whence.tasks import Questions, Task
 from whence.threads import one_at_a_time
-from whence.training import Training
 
-__all__ = ["Index", "index"]
+__all__ = ["WAY", "Calibration", "Index", "estimated", "first_two", "job_of", "operator_of", "options_of"]
 
-#: Training examples that are asked about to find the answers' size and the estimates' error, and those that the error
-#: is measured on.
-_PILOTS, _CALIBRATED = 8, 256
-#: Terms that the size is found from.
-_FIT_TERMS = 16384
-_WAY = Way(True, False, 0, "Answered from an index.")
+WAY = Way(True, False, 0, "Answered from an index.")
 
 
 @dataclass(frozen=True)
-class _Calibration:
+class Calibration:
     """The root mean square of ``(estimate - score) / (c ‖q‖)``; 1 is expected."""
 
     error: float
 
 
-@takes(IndexOptions)
-@one_at_a_time
-@failures_become_typed()
-def index(
-    model: nn.Module,
-    train: Any,
-    *,
-    task: Task,
-    directory: str | Path,
-    params: ParameterFilter | None = None,
-    describe: Describe | None = None,
-    tokenizer: Any = None,
-    class_names: Sequence[str] | None = None,
-    training: Any = None,
-    on_run: Callable[[Run], None] | None = None,
-    options: IndexOptions | None = None,
-    **given: Any,
-) -> Index:
-    """Make what every later question needs, once; or go on with it, or add examples that have come to the data.
-
-    Factors, spectrum and λ are of the data as they were at the beginning. Examples that are added later have scores by
-    these, so an index of which a good part was added should be made anew.
-
-    Args:
-        model: as of `whence.attribute`; so are train, task, params and training.
-        train: data that may have grown behind what is in the index.
-        task: what the model's outputs mean.
-        directory: where it is kept.
-        params: which parameters.
-        describe: what to show of an example.
-        tokenizer: turns tokens into words.
-        class_names: labels in words.
-        training: how the model was trained.
-        on_run: called with the run once the directory is open, to keep something there.
-        options: all options at once; those given by keyword go before.
-        **given: any of these options.
-
-            {options}
-
-    Example:
-        >>> import tempfile
-        >>> from whence import Classification
-        >>> _ = torch.manual_seed(0)
-        >>> model = nn.Linear(2, 3).eval()
-        >>> train = [(torch.randn(2), i % 3) for i in range(30)]
-        >>> made = index(model, train, task=Classification(), directory=tempfile.mkdtemp(), bytes=64)
-        >>> made.ask(train[:1], rescored=10).estimates.shape
-        torch.Size([1, 30])
-    """
-    chosen = chosen_options(IndexOptions, options, given)
-    place = given_path(directory, "directory")
-    gnh = _operator(model, task, train, params, chosen)
-    recipe = None if training is None else Training.read(training, model)
-    identity = {**model_identity(gnh), "training": "" if recipe is None else recipe.identity}
-    with Run(place, chosen.saved(), identity=identity) as run:
-        if on_run is not None:
-            on_run(run)
-        now = Portrait.of(gnh, _first_two(gnh))
-        refuse_another(run.path, run.keep("model", Portrait, lambda: now), now)
-        _make(run, gnh, chosen, recipe, identity)
-    return Index.open(
-        place, model, train, task=task, params=params, describe=describe, tokenizer=tokenizer,
-        class_names=class_names,
-    )  # fmt: skip
-
-
-def _operator(
+def operator_of(
     model: nn.Module, task: Task, train: Any, params: ParameterFilter | None, options: IndexOptions
 ) -> GaussNewton:
+    """H over the data, for one process."""
     gnh = GaussNewton(
         model,
         task,
@@ -152,12 +76,13 @@ def _operator(
     return gnh
 
 
-def _first_two(gnh: GaussNewton) -> Tensor:
+def first_two(gnh: GaussNewton) -> Tensor:
     """Whatever is added to the data, these stay."""
     return torch.arange(min(2, len(gnh.terms)))
 
 
-def _job(gnh: GaussNewton, queries: Any, options: Options, **more: Any) -> Job:
+def job_of(gnh: GaussNewton, queries: Any, options: Options, **more: Any) -> Job:
+    """What the steps of an attribution need, of an index."""
     questions = Questions.of(queries)
     parts, terms = query_terms(questions, gnh)
 
@@ -171,69 +96,14 @@ def _job(gnh: GaussNewton, queries: Any, options: Options, **more: Any) -> Job:
     return Job(gnh=gnh, questions=questions, parts=parts, terms=terms, options=options, **(known | more))
 
 
-def _options(options: IndexOptions, **more: Any) -> Options:
+def options_of(options: IndexOptions, **more: Any) -> Options:
     """The same, as of an attribution."""
     shared = {each.name for each in fields(Options)}
     own = {name: value for name, value in vars(options).items() if name in shared}
     return Options(**{**own, "accuracy": "quick", **more})
 
 
-def _make(
-    run: Run, gnh: GaussNewton, options: IndexOptions, training: Training | None, identity: dict[str, str]
-) -> None:
-    """All artifacts of an index."""
-    terms = gnh.terms
-    pilots = terms.spread(_PILOTS)
-    asked = [terms.data[position] for position in pilots.tolist()]
-    job = in_metric(run, _job(gnh, asked, _options(options), training=training, identity=identity))
-    gnh = job.gnh
-    factors = make_factors(run, job, _WAY)
-    assert factors is not None
-    factors = factors.with_scale(SCALE)
-    spectrum = measure_spectrum(run, job, factors)
-    weighed = weigh(run, job, gnh.zeros(1), spectrum, halves=False, factors=factors)
-    factors = factors.with_damping(weighed.damping)
-
-    def fit() -> Fit:
-        random = options.generator(9)
-        some = gnh.subset(min(_FIT_TERMS, gnh.num_terms), random, distinct=True)
-        solver = Factored(preconditioner=factors)
-        return solver.fitted(Damped(some, weighed.damping), gnh.gradients(asked), generator=random)
-
-    run.keep("fit", Fit, fit, operator=gnh)
-    whitened = Whitened(gnh, factors, 8 * options.bytes, options.generator(10))
-    cost = count_work(gnh, terms.fetch(terms.longest(2))).layers(1, norms=True)
-    size = run.keep(
-        "size", PartSize, lambda: PartSize(options.part_size or part_of_minute(cost, gnh.micro_batch))
-    )
-    make_parts(run, whitened, size.examples)
-
-    def calibrated() -> _Calibration:
-        assert run.path is not None
-        return _calibrate(whitened, pilots, read_parts(opened(run.path)))
-
-    run.keep("calibration", _Calibration, calibrated)
-
-
-def _calibrate(whitened: Whitened, pilots: Tensor, parts: Sequence[Part]) -> _Calibration:
-    """Estimates beside scores, of pilots with other examples."""
-    gnh = whitened.gnh
-    some = gnh.terms.spread(_CALIBRATED)
-    some = some[~torch.isin(some, pilots)]
-    if len(some) == 0:
-        return _Calibration(1.0)
-    gradients = gnh.gradients([gnh.terms.data[position] for position in pilots.tolist()])
-    exact = Scorer(gnh, whitened.factors.solve(gradients)).score(some)
-    rotated = whitened.of_gradients(gradients)
-    found, sizes = _estimated(parts, rotated)
-    lengths = rotated.double().norm(dim=1, keepdim=True).cpu()
-    expected = lengths * sizes[some].double()
-    usual = expected > 1e-6 * expected.max()  # of an example without a gradient both are zero
-    errors = ((found[:, some] - exact) / expected)[usual]
-    return _Calibration(max(float(errors.square().mean().sqrt()) if len(errors) else 1.0, 1e-6))
-
-
-def _estimated(parts: Sequence[Part], rotated: Tensor) -> tuple[Tensor, Tensor]:
+def estimated(parts: Sequence[Part], rotated: Tensor) -> tuple[Tensor, Tensor]:
     """Inner products with all examples, and these' sizes."""
     return (
         torch.cat([estimates(part.signs, rotated) for part in parts], dim=1),
@@ -264,7 +134,7 @@ class Index:
     weighed: Weighed
     spectrum: Spectrum
     fit: Fit
-    calibration: _Calibration
+    calibration: Calibration
     options: IndexOptions
     identity: dict[str, str]
     describe: Describe | None = None
@@ -306,9 +176,9 @@ class Index:
             raise RunDirectoryError(
                 f"{kept.path} holds no index, or an unfinished one; make it with whence index"
             )
-        calibration = kept.value("calibration", _Calibration)
-        options = _options_of(kept)
-        gnh = _operator(model, task, train, params, options)
+        calibration = kept.value("calibration", Calibration)
+        options = _made_with(kept)
+        gnh = operator_of(model, task, train, params, options)
         identity = {**model_identity(gnh), "training": kept.content.identity.get("training", "")}
         found = list(differences(kept.content.identity, identity))
         if found:
@@ -316,7 +186,7 @@ class Index:
                 f"{kept.path} holds an index of something else ({'; '.join(found)}). Give the model, task and "
                 "parameters that it was made of, or make another index"
             )
-        refuse_another(kept.path, kept.value("model", Portrait), Portrait.of(gnh, _first_two(gnh)))
+        refuse_another(kept.path, kept.value("model", Portrait), Portrait.of(gnh, first_two(gnh)))
         parts = read_parts(kept)
         if not parts or parts[-1].end != len(gnh.terms):
             there = parts[-1].end if parts else 0
@@ -353,10 +223,10 @@ class Index:
         chosen = chosen_options(AskOptions, options, given)
         gnh, clock, nowhere = self.gnh, Stopwatch(), Run(None, {}, identity={})
         questions, train = Questions.of(queries), gnh.terms.data
-        job = _job(
+        job = job_of(
             gnh,
             questions,
-            _options(
+            options_of(
                 self.options, damping=self.weighed.damping, baseline=chosen.baseline, shown=chosen.shown,
                 title=chosen.title,
             ),
@@ -370,7 +240,7 @@ class Index:
             asked = ask(nowhere, job)
         with clock.phase("estimates"):
             rotated = self.whitened.of_gradients(asked.gradients)
-            found, sizes = _estimated(self.parts, rotated)
+            found, sizes = estimated(self.parts, rotated)
             lengths = rotated.double().norm(dim=1, keepdim=True).cpu()
             stderr = self.fit.scale * self.calibration.error * lengths * sizes.double()
             found = self.fit.scale * found.double()
@@ -380,7 +250,7 @@ class Index:
         plan = Plan.tuned(
             self.spectrum, self.weighed.damping, num_terms=gnh.num_terms, chains=job.options.chains
         )
-        planned = Planned(Factored(preconditioner=self.whitened.factors, fit=self.fit), plan, _WAY.words, ())
+        planned = Planned(Factored(preconditioner=self.whitened.factors, fit=self.fit), plan, WAY.words, ())
         with clock.phase("solve"):
             solved = solve(nowhere, job, planned, asked, 0, None)
         with clock.phase("scores"):
@@ -417,7 +287,7 @@ def _with_positions(job: Job, positions: Tensor) -> Job:
     return replace(job, positions=positions, not_scored=said)
 
 
-def _options_of(kept: Manifest) -> IndexOptions:
+def _made_with(kept: Manifest) -> IndexOptions:
     """That an index was made with."""
     try:
         return IndexOptions(**kept.content.config)  # type: ignore[arg-type]  # checked there
