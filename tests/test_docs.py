@@ -114,7 +114,10 @@ def test_every_architecture_of_the_zoo_is_named():
     assert missing == []
 
 
-@pytest.mark.parametrize("options", [InputOptions, Options, CleanOptions, IndexOptions, AskOptions], ids=lambda cls: cls.__name__)
+OPTIONS = [InputOptions, Options, CleanOptions, IndexOptions, AskOptions]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda cls: cls.__name__)
 def test_every_option_of_the_command_line_is_explained(options: type):
     page = (ROOT / "docs/command-line.md").read_text()
     names = [f"--{field.name.replace('_', '-')}" for field in fields(options) if field.name != "model"]

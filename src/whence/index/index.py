@@ -32,7 +32,7 @@ from whence.index.whitened import Whitened
 from whence.model.gauss_newton import GaussNewton
 from whence.model.selection import ParameterFilter
 from whence.operators import failures_become_typed
-from whence.options import AskOptions, IndexOptions, Options, takes
+from whence.options import AskOptions, IndexOptions, Options, chosen_options, takes
 from whence.preconditioners.ekfac import Ekfac
 from whence.progress import Stopwatch
 from whence.runs import Run, differences, opened

@@ -26,7 +26,7 @@ from whence.index.whitened import Whitened
 from whence.model.gauss_newton import GaussNewton
 from whence.model.selection import ParameterFilter
 from whence.operators import Damped, failures_become_typed
-from whence.options import IndexOptions, takes
+from whence.options import IndexOptions, chosen_options, takes
 from whence.runs import Run, opened
 from whence.runs.files import given_path
 from whence.scoring import Scorer
