@@ -70,7 +70,8 @@ def trained(rows: list[dict[str, Any]], tokens: int, place: Path) -> tuple[Any, 
 
     directory = smollm2_directory()
     settings: dict[str, Any] = {
-        "output_dir": str(place / "training"), "num_train_epochs": 1, "per_device_train_batch_size": 4, "learning_rate": 5e-4,
+        "output_dir": str(place / "training"), "num_train_epochs": 1,
+        "per_device_train_batch_size": 4, "learning_rate": 5e-4,
         "report_to": [], "use_cpu": True, "logging_steps": 1, "save_strategy": "epoch", "bf16": False, "seed": 0,
         "gradient_checkpointing": False, "max_length": tokens,
     }  # fmt: skip

@@ -1,12 +1,13 @@
 """Does it matter how many processes share the work, and what if one of them is killed?
 
-    python -m benchmarks.ranks [--kills 20] [--only WORK …]
+    python -m benchmarks.ranks [--kills 20] [--only WORK …] [--ways WAY …] [--sizes 1 2 4]
 
 A small Llama, LoRA on it and an MLP are attributed by 1, 2 and 4 processes over gloo, in float64 and in float32, with
-the model whole on each and sharded over all: the largest difference of any score from one process's, relative to the
-largest score; the seconds of the call on the slowest process; and the peak memory, up to then, of the process with
-most (a program goes all ways, one after the other). Written to ``results/ranks.json``. Then runs with a directory lose
-a process to SIGKILL at a random moment, and are gone on with by another number of them (``results/ranks_killed.json``).
+the model whole on each and sharded over all (by exact products, and once more by finite differences): the largest
+difference of any score from one process's, relative to the largest score; the seconds of the call on the slowest
+process; and the peak memory, up to then, of the process with most (a program goes all ways, one after the other).
+Written to ``results/ranks_WORK.json``. Then runs with a directory lose a process to SIGKILL at a random moment, and are
+gone on with by another number of them (``results/ranks_killed.json``).
 
 All processes share this machine's cores, so seconds say what sharing costs here, and nothing of many GPUs.
 """
@@ -90,25 +91,20 @@ WAYS: dict[str, dict[str, Any]] = {
     "cg": {"solver": "cg"},
     "quick": {"accuracy": "quick"},
     "lissa": {"solver": "lissa", "damping": 0.3, "chains": 2},
-    "sharded cg": {
+    "sharded cg": {"solver": "cg"},
+    "sharded quick": {"accuracy": "quick"},
+    "sharded differences": {
         "solver": "cg",
         "product": "finite-difference",
         "micro_batch": 64,
         "method": "directional",
     },
-    "sharded lissa": {
-        "solver": "lissa",
-        "damping": 0.3,
-        "chains": 2,
-        "product": "finite-difference",
-        "micro_batch": 64,
-        "method": "directional",
-    },
+    "sharded lissa": {"solver": "lissa", "damping": 0.3, "chains": 2},
 }
 
 
 #: Every work goes these ways; the MLP all of them.
-USUAL = ("cg", "quick", "sharded cg")
+USUAL = ("cg", "quick", "sharded cg", "sharded quick", "sharded differences")
 
 
 def _ways(work: str) -> list[str]:
@@ -188,12 +184,12 @@ def _off(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return float((found["scores"] - there).abs().max() / there.abs().max())
 
 
-def _sizes(works: list[str]) -> list[dict[str, Any]]:
+def _sizes(works: list[str], ways: list[str], sizes: list[int]) -> list[dict[str, Any]]:
     rows = []
     for work in works:
-        pairs = [(way, dtype) for way in _ways(work) for dtype in ALLOWED]
+        pairs = [(way, dtype) for way in ways or _ways(work) for dtype in ALLOWED]
         expected = _found(1, work, pairs)
-        for size in SIZES:
+        for size in sizes:
             found = expected if size == 1 else _found(size, work, pairs)
             for (way, dtype), mine in found.items():
                 seconds, peak = mine["numbers"]
@@ -210,7 +206,7 @@ def _sizes(works: list[str]) -> list[dict[str, Any]]:
                     }
                 )
                 print(rows[-1], flush=True)
-            save("ranks", rows)  # so far
+            save(f"ranks_{work}", [row for row in rows if row["work"] == work])  # so far
     return rows
 
 
@@ -283,15 +279,16 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--only", nargs="*", default=list(WORKS), choices=list(WORKS))
+    parser.add_argument("--ways", nargs="*", default=[], choices=list(WAYS))
+    parser.add_argument("--sizes", nargs="*", type=int, default=list(SIZES), choices=SIZES)
     given = parser.parse_args()
     if given.only:
-        _report_sizes(_sizes(given.only))
+        _report_sizes(_sizes(given.only, given.ways, given.sizes))
     if given.kills:
         _report_kills(_kills(given.kills))
 
 
 def _report_sizes(sizes: list[dict[str, Any]]) -> None:
-    save("ranks", sizes)
     report(
         "Processes",
         ["work", "way", "dtype", "processes", "difference", "allowed", "", "seconds", "peak MB"],

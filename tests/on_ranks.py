@@ -5,11 +5,13 @@ Every case returns numbers that do not depend on how many processes there are. T
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +23,12 @@ from whence.distributed import current, launched, shard
 from whence.errors import DataError, WhenceError
 from whence.model.importance import measure_importance
 from whence.model.second_moment import root_second_moment
-from whence.preconditioners import nystrom
+from whence.preconditioners import nystrom, sums
 from whence.preconditioners.ekfac import ekfac
 from whence.scoring import Scorer
 
+#: The module, which the function has the name of.
+ekfac_module = importlib.import_module("whence.preconditioners.ekfac")
 DOUBLE = torch.float64
 Found = dict[str, Any]
 
@@ -228,9 +232,7 @@ def refused() -> Found:
             mlp(), [*labelled(), (torch.full((6,), float("nan"), dtype=DOUBLE), 0)]
         ),
     }
-    sharded = shard(plain())
     tries |= {
-        "exact products of one": lambda: GaussNewton(sharded, Classification(), labelled(), product="exact"),
         "in bfloat16": lambda: GaussNewton(shard(plain(torch.bfloat16)), Classification(), labelled()),
     }
     found = {}
@@ -261,21 +263,31 @@ def sharded(model: nn.Module) -> nn.Module:
     return shard(model) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else model
 
 
-def on_a_sharded_model() -> Found:
-    model = sharded(plain())
-    H = GaussNewton(model, Classification(), labelled(), product="finite-difference", micro_batch=16)
+def on_a_sharded_model(product: Any, model: nn.Module, data: Any, task: Any) -> Found:
+    model = sharded(model)
+    H = GaussNewton(model, task, data, product=product, micro_batch=16)
     v = H.zeros(2).randn_like(random())
     kept = [p.detach().clone() for p in model.parameters()]
-    product, slopes = H.matvec_with_slopes(v)
+    product_, slopes = H.matvec_with_slopes(v)
     scorer = Scorer(H, v, method="gradients", norms=True)
+    along = Scorer(H, v, method="directional", norms=True)
+    few = H.over(torch.tensor([1, 3]))
+    out = v.clone()
+    count = min(20, H.num_terms)
+    H.sample(count, random()).add_matvec_(out, out, -0.1)
     return {
         "scores": scorer.score_with_norms(torch.arange(7)),
+        "scores along": along.score_with_norms(torch.arange(7)),
         "strain": measure_strain(H, 0.1, generator=random()),
-        "matvec": dict(product.whole()),
+        "matvec": dict(product_.whole()),
+        "of one": dict(H.matvec(v.column(1)).whole()),
+        "of few": few.matvec_with_slopes(v)[1],
+        "sampled": dict(out.whole()),
+        "form": H.quadratic_form(v),
         "slopes": slopes,
-        "queries": dict(H.gradients(labelled()[:3]).whole()),
-        "gradient": dict(H.training_gradient(torch.arange(11)).whole()),
-        "drawn": dict(H.sample_factor(20, random()).whole()),
+        "queries": dict(H.gradients(data[:3]).whole()),
+        "gradient": dict(H.training_gradient(torch.arange(7)).whole()),
+        "drawn": dict(H.sample_factor(count, random()).whole()),
         "untouched": [bool((a == b).all()) for a, b in zip(kept, model.parameters(), strict=True)],
         "no gradients left": [p.grad is None for p in model.parameters()],
     }
@@ -289,7 +301,9 @@ class Mixed(nn.Module):
 
         super().__init__()
         self.words = nn.Embedding(11, 5, padding_idx=0)
-        self.blocks = nn.ModuleList([nn.Conv1d(5, 6, 3, padding=1), nn.Linear(6, 7), nn.LayerNorm(7), Conv1D(3, 7)])
+        self.blocks = nn.ModuleList(
+            [nn.Conv1d(5, 6, 3, padding=1), nn.Linear(6, 7), nn.LayerNorm(7), Conv1D(3, 7)]
+        )
         self.stack = nn.Parameter(torch.randn(2, 3, 3))
         self.bias = nn.Parameter(torch.randn(3))
 
@@ -312,15 +326,15 @@ def spelled(count: int = 13) -> list[Any]:
     ]
 
 
-def sharded_factors(model: nn.Module, data: Any, task: Any) -> Found:
+def sharded_factors(model: nn.Module, data: Any, task: Any, *curvatures: Any) -> Found:
     """EK-FAC of a sharded model, with and without a metric, and scores by layers."""
     H = GaussNewton(sharded(model), task, data, product="finite-difference", micro_batch=6)
     found: Found = {"missing": sorted(H.example_gradients().missing)}
     rhs = H.gradients(data[:2])
     ones = H.zeros().randn_like(random()).power(2).axpy_(1.0, H.zeros().power(0))
     for name, operator_ in (("plain", H), ("in a metric", H.in_metric(ones))):
-        for curvature in ("exact", "sampled"):
-            P = ekfac(operator_, 0.1, generator=random(), curvature=curvature)  # type: ignore[arg-type]
+        for curvature in curvatures or ("exact", "sampled"):
+            P = ekfac(operator_, 0.1, generator=random(), curvature=curvature)
             found[f"{name}, {curvature}"] = {
                 "solve": dict(P.solve(rhs).whole()),
                 "root": dict(P.root_solve(rhs.column(0)).whole()),
@@ -332,6 +346,12 @@ def sharded_factors(model: nn.Module, data: Any, task: Any) -> Found:
             found[f"layers, {norms}"] = [scorer.score(torch.arange(5)), scorer.score(torch.tensor([3]))]
         found["norms"] = scorer.score_with_norms(torch.arange(7))
     return found
+
+
+def parted_factors() -> Found:
+    """The same where nothing is small enough to be whole."""
+    with mock.patch.object(sums, "TOGETHER", 0), mock.patch.object(ekfac_module, "TOGETHER", 0):
+        return sharded_factors(plain(), labelled(), Classification(), "exact")
 
 
 def sharded_attribution(solver: str, **options: Any) -> Found:
@@ -354,11 +374,18 @@ CASES: dict[str, Callable[[], Found]] = {
         llama(), tokens(), task=LanguageModeling(), queries=2, accuracy="quick"
     ),
     "lora": lambda: attributed(lora(), tokens(), task=LanguageModeling(), queries=2),
-    "sharded": on_a_sharded_model,
+    "sharded": lambda: on_a_sharded_model("finite-difference", plain(), labelled(), Classification()),
+    "sharded, exact": lambda: on_a_sharded_model("exact", plain(), labelled(), Classification()),
+    "sharded, exact, mixed": lambda: on_a_sharded_model("exact", mixed(), spelled(), Classification()),
+    "sharded, exact, lora": lambda: on_a_sharded_model("exact", lora(), tokens(), LanguageModeling()),
+    "sharded, float32": lambda: attributed(sharded(plain(torch.float32)), labelled(torch.float32)),
     "sharded factors": lambda: sharded_factors(plain(), labelled(), Classification()),
+    "sharded factors, parted": parted_factors,
     "sharded factors, mixed": lambda: sharded_factors(mixed(), spelled(), Classification()),
-    "sharded factors, llama": lambda: sharded_factors(llama(), tokens(7), LanguageModeling()),
-    "sharded quick": lambda: attributed(sharded(plain()), labelled(), accuracy="quick", product="finite-difference"),
+    "sharded factors, llama": lambda: sharded_factors(llama(), tokens(7), LanguageModeling(), "sampled"),
+    "sharded quick": lambda: attributed(
+        sharded(plain()), labelled(), accuracy="quick", product="finite-difference"
+    ),
     "sharded cg": lambda: sharded_attribution("cg"),
     "sharded lissa": lambda: sharded_attribution("lissa", damping=0.5),
     "refused": refused,

@@ -98,4 +98,4 @@ __all__ = [
     "tune",
     "validate",
 ]
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

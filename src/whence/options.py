@@ -212,7 +212,7 @@ class Options(RunOptions):
         "auto",
         "What all may cost: a multiple of the quick answer's cost, or a time, such as 5min. By default 2.5, and at "
         "least half a minute's work, with accuracy='auto', and no limit with an accuracy that is named; of 'until', "
-        "eight times the first round.",
+        "eight times the first round. Of several checkpoints, each of them.",
         common=True,
     )
     chains: int = option(
@@ -233,8 +233,8 @@ class Options(RunOptions):
     baseline: bool = option(True, "Also compute plain gradient dot products, to compare with.", common=True)
     norms: bool = option(
         False,
-        "Also measure the length of every example's gradient, for rankings by='unit', where the solver does not need "
-        "it anyway (conjugate gradients do).",
+        "Measure the exact length of every example's gradient, for rankings by='unit'; what conjugate gradients know "
+        "of it is often right to a quarter only.",
         plan=False,
     )
     shown: int = option(
@@ -309,8 +309,8 @@ class CleanOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("by", "self-influence", "loss", "gradient-norm")
-        self._refuse_unless(self.rank is None or self.rank >= 1, "rank", "it must be at least 1")
-        several = self.exact_solves == 0 or self.exact_solves >= 2
+        self._refuse_unless(self.rank is None or 1 <= self.rank < 2**40, "rank", "it must be at least 1")
+        several = self.exact_solves == 0 or 2 <= self.exact_solves < 2**40
         self._refuse_unless(several, "exact_solves", "solve for at least 2 examples, or for none (0)")
 
 
@@ -377,7 +377,7 @@ def takes(cls: type[CheckedOptions]) -> Callable[[F], F]:
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
         explained = "\n".join(
-            textwrap.fill(f"{each.name}: {each.metadata['help']}", 108, subsequent_indent="    ")
+            textwrap.fill(f"- {each.name}: {each.metadata['help']}", 108, subsequent_indent="  ")
             for each in fields(cls)
         )
         function.__doc__ = (function.__doc__ or "").replace(

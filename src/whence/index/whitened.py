@@ -37,9 +37,8 @@ class Whitened:
         ]
         self._rotation = Rotation([weight.numel() for weight in self._weights], places, generator)
         self._dtype = max((weight.dtype for weight in self._weights), key=lambda dtype: dtype.itemsize)
-        layers = gnh.example_gradients()
         # what has no examples' gradients is told for a batch of one
-        self._at_once = 1 if layers.missing else min(layers.at_once, gnh.micro_batch)
+        self._at_once = 1 if gnh.example_gradients().missing else gnh.micro_batch
 
     def of_examples(self, positions: Tensor) -> Tensor:
         """``[n, k]``, one backward pass for every batch of examples."""
@@ -55,10 +54,13 @@ class Whitened:
     def _rotated(self, passed: Passed, examples: int) -> Tensor:
         total = self._rotation.blank(examples, self._dtype, self.gnh.network.device)
         for number, block in enumerate(self.factors.blocks):
-            turned = self._turned.of(block.matrix, block.left, block.right, passed)
-            if turned is not None:
-                rows = turned.mul_(self._weights[number].to(turned)).flatten(1)
-                self._rotation.add(total, number, rows.to(total.dtype))
+            matrix, weight, first = block.matrix, self._weights[number], 0
+            for few in passed.of_few(matrix.names, weight.numel()):
+                turned = self._turned.of(matrix, block.left, block.right, few)
+                if turned is not None:
+                    rows = turned.mul_(weight.to(turned)).flatten(1).to(total.dtype)
+                    self._rotation.add(total[first : first + len(rows)], number, rows)
+                    first += len(rows)
         return self._rotation.finish(total)
 
     def of_gradients(self, gradients: ParamVector) -> Tensor:

@@ -26,13 +26,6 @@ def choose_product(network: Network, pilot: Batch, asked: Product) -> tuple[str,
     differences that do. See `whence.model.agreement`.
     """
     reason = "asked for"
-    if network.together:
-        if asked == "exact":
-            raise ModelError(
-                "exact products put dual numbers in the place of parameters, which fully_shard does not allow. Use "
-                "product='finite-difference' (or 'auto'), or a model that every process holds whole"
-            )
-        reason, asked = "the model is sharded", "finite-difference"
     if asked != "finite-difference":
         problem = _why_forward_mode_fails(network, pilot)
         if problem is not None and asked == "exact":

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 
+from whence.model.fully_sharded import ShardedNetwork
 from whence.model.grouped import PlainGroups
 from whence.model.network import Network
 from whence.tasks import Batch
@@ -28,7 +29,13 @@ __all__ = ["block_tangents", "dual_forward", "tangent_only"]
 def dual_forward(
     network: Network, batch: Batch, vector: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Outputs with their graph, the leaves of that graph, and the tangent ``J u``."""
+    """Outputs with their graph, the leaves of that graph, and the tangent ``J u``.
+
+    Of a sharded model, whose parameters are gathered in a pass of their own kind, by two passes.
+    """
+    if isinstance(network, ShardedNetwork):
+        tangent, leaves = tangent_only(network, batch, vector)[1], network.leaves()
+        return network.outputs(batch, leaves), leaves, tangent
     with _dual_numbers(network, cut_tangent_graph=True):
         # The dual tensors are the leaves themselves: were they made from leaves, every layer's gradient would
         # wait for the end of the backward pass before it could be handed over.
@@ -40,7 +47,11 @@ def dual_forward(
 def tangent_only(network: Network, batch: Batch, vector: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Outputs and tangent ``J u`` without any graph: what a quadratic form needs."""
     with torch.no_grad(), _dual_numbers(network, cut_tangent_graph=False):
-        outputs, tangent = forward_ad.unpack_dual(network.outputs(batch, _duals(network, vector)))
+        outputs, tangent = forward_ad.unpack_dual(
+            network.dual_outputs(batch, vector)
+            if isinstance(network, ShardedNetwork)
+            else network.outputs(batch, _duals(network, vector))
+        )
     return outputs, _or_zeros(tangent, outputs)
 
 

@@ -2,9 +2,9 @@
 
 Every process holds its rows of each parameter, and of every vector the same rows. A pass gathers one block's
 parameters at a time, and is made by all processes together, each over its share of the examples; the backward pass
-hands every process its rows of the gradient's mean over processes. Parameters cannot be swapped for others in there, so
-there are no dual numbers: tangents come from finite differences, for which each process moves its own rows in place,
-and puts them back as they were, bit for bit.
+hands every process its rows of the gradient's mean over processes. Parameters cannot be given to such a pass from
+outside. For exact tangents, a block's parameters become dual numbers when it has gathered them, in a pass without a
+graph; for finite differences, each process moves its own rows in place, and puts them back as they were, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 
 from whence.backward import seeded
@@ -128,9 +130,54 @@ class ShardedNetwork(Network):
         assert not instead  # what is quantised was refused
         try:
             return super().as_it_is(batch)
+        except Exception:
+            self._units[0].reset_iter_state()  # the outermost one; the pass may have ended anywhere
+            raise
         finally:
             for unit in self._units:  # what the root keeps gathered would hide that its rows are moved
                 unit.reshard()
+
+    def dual_outputs(self, batch: Batch, vector: Mapping[str, Tensor]) -> Tensor:
+        """Outputs on dual numbers ``θ + εu``, in a dual level and without a graph.
+
+        A unit's parameters become dual when it has gathered them, and it lets go of them as of its own.
+        """
+        swapped: list[tuple[nn.Module, str, Any, Tensor]] = []
+
+        def swap(unit: nn.Module, _: object) -> None:
+            places = self._places[unit]
+            rows = {name: self.scaled(name, vector[name]) for name, _, _ in places}
+            tangents = rows if self.shards is None else dict(self.shards.gathered(rows))
+            for name, module, kind in places:
+                own: Any = module._parameters[kind]
+                if not _is_parted(own) and forward_ad.unpack_dual(own).tangent is None:
+                    dual = forward_ad.make_dual(own.detach(), tangents[name].to(own.dtype))
+                    module._parameters[kind] = dual
+                    swapped.append((module, kind, own, dual))
+
+        handles = [unit.register_forward_pre_hook(swap) for unit in self._places]
+        try:
+            return self.as_it_is(batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module, kind, own, dual in swapped:
+                if module._parameters[kind] is dual:
+                    module._parameters[kind] = own
+
+    @cached_property
+    def _places(self) -> dict[nn.Module, list[tuple[str, nn.Module, str]]]:
+        """Of every unit, what it gathers of the selected parameters: name, module and kind."""
+        modules = dict(self.model.named_modules())
+        found: dict[nn.Module, list[tuple[str, nn.Module, str]]] = {}
+        for name, slots in self._slots.items():
+            for slot in slots:
+                path, _, kind = slot.rpartition(".")
+                unit = path
+                while modules[unit] not in self._units:
+                    unit = unit.rpartition(".")[0]
+                found.setdefault(modules[unit], []).append((name, modules[path], kind))
+        return found
 
     def moved(self, vector: ParamVector, delta: float) -> AbstractContextManager[None]:
         return self._moved(vector, delta)

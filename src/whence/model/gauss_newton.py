@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.arguments import checked
 from whence.distributed import current
 from whence.errors import DataError, OptionError
 from whence.model.choice import Product, choose_product
 from whence.model.data import TermSet
-from whence.model.exact import block_tangents, dual_forward
+from whence.model.exact import block_tangents, dual_forward, tangent_only
 from whence.model.finite_difference import FiniteDifferences, StepMemory
 from whence.model.fully_sharded import make_network
 from whence.model.inspection import (
@@ -86,6 +87,7 @@ class GaussNewton(LinearOperator):
     """
 
     @one_at_a_time
+    @checked("model", "task", "params", "product")
     def __init__(
         self,
         model: nn.Module,
@@ -339,8 +341,8 @@ class GaussNewton(LinearOperator):
         """``out += weight · Jᵀ S J v`` of one micro-batch. The columns of a block share the pass at θ, if they can."""
         if vector.columns is None:
             self._column_product(batch, vector, sign, adding_to(out, weight), slopes)
-        elif self.product != "exact":
-            self._products_by_differences(batch, vector, out, weight, sign, slopes)
+        elif self.product != "exact" or self.network.together:
+            self._products_from_one_pass(batch, vector, out, weight, sign, slopes)
         elif vector.columns == 1 or not self.vectorises(batch, vector):
             for k, column in enumerate(vector.unstack()):
                 self._column_product(batch, column, sign, adding_to(out.column(k), weight), slopes, k)
@@ -379,7 +381,7 @@ class GaussNewton(LinearOperator):
         del tangent
         self.network.pull_back(outputs, leaves, cotangent, receive)
 
-    def _products_by_differences(
+    def _products_from_one_pass(
         self,
         batch: Batch,
         block: ParamVector,
@@ -388,16 +390,24 @@ class GaussNewton(LinearOperator):
         sign: int | None,
         slopes: Slopes | None,
     ) -> None:
-        """The same for several vectors by finite differences from one pass at θ."""
-        differences, columns = self.differences(batch), block.unstack()
-        base = differences.base(batch, graph=True)
-        check_finite(base.outputs)
+        """The same for several vectors, each with forward passes of its own, and one pass at θ for all."""
+        columns, base = block.unstack(), None
+        if self.product == "exact":
+            leaves: Mapping[str, Tensor] = self.network.leaves()
+            outputs = self.network.outputs(batch, leaves)
+        else:
+            base = self.differences(batch).base(batch, graph=True)
+            outputs, leaves = base.outputs, base.leaves
+        check_finite(outputs)
         for k, vector in enumerate(columns):
-            tangent = differences.tangent(base, batch, vector, sign)
-            cotangent = self._curved(base.outputs, tangent, batch, slopes, k)
+            if base is None:
+                tangent = tangent_only(self.network, batch, vector)[1]
+            else:
+                tangent = self.differences(batch).tangent(base, batch, vector, sign)
+            cotangent = self._curved(outputs, tangent, batch, slopes, k)
             del tangent
             receive, more = adding_to(out.column(k), weight), k < len(columns) - 1
-            self.network.pull_back(base.outputs, base.leaves, cotangent, receive, keep_graph=more)
+            self.network.pull_back(outputs, leaves, cotangent, receive, keep_graph=more)
 
     def tangents(self, outputs: Tensor, batch: Batch, block: ParamVector) -> Iterator[Tensor]:
         """``J u`` for the columns of a block, ``[columns, *outputs]``, as many at a time as fit in memory."""
@@ -420,6 +430,8 @@ class GaussNewton(LinearOperator):
 
     def vectorises(self, batch: Batch, block: ParamVector) -> bool:
         """Whether the columns of a block can share one pass: found out by trying, once."""
+        if self.network.together:
+            self._vectorised, self.loop_reason = False, "the model is sharded"
         if self._vectorised is None:
             try:
                 block_tangents(self.network, batch, block.part(0, 1))

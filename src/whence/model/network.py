@@ -232,7 +232,9 @@ class Network:
 
     def scaled_whole(self, name: str, tensor: Tensor) -> Tensor:
         """The same of all rows of a parameter's part."""
-        return tensor if self._scale is None else tensor * self.whole(name, self._scale[name]).to(tensor.dtype)
+        return (
+            tensor if self._scale is None else tensor * self.whole(name, self._scale[name]).to(tensor.dtype)
+        )
 
     def values(self) -> dict[str, Tensor]:
         """The selected parameters, in float32 at least; aliases of the model's own where these are."""
@@ -281,7 +283,7 @@ class Network:
         *,
         keep_graph: bool = False,
     ) -> tuple[Sequence[Tensor | None], dict[str, Tensor]]:
-        """Gradients at edges of the graph, None where there is none, and of parameters; not in the metric's coordinates.
+        """Gradients at edges of the graph, None where there is none, and of parameters; as if there were no metric.
 
         Args:
             outputs: of this process's share of the examples.

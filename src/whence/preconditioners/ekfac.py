@@ -31,14 +31,14 @@ from whence.model.inspection import check_finite
 from whence.model.layers import Call, Matrix, Passed, matrices
 from whence.preconditioners.base import Preconditioner, check_damping
 from whence.preconditioners.kronecker import KroneckerBlock
-from whence.preconditioners.sums import Sums, of_one
+from whence.preconditioners.sums import TOGETHER, Sums, of_one
 from whence.preconditioners.turned import Turned, by_position, side_of
 from whence.progress import ticker
 from whence.tasks import Batch, Task
 from whence.tasks.base import noise
 from whence.vectors import ParamVector
 
-__all__ = ["Ekfac", "KroneckerBlock", "ekfac"]
+__all__ = ["Ekfac", "KroneckerBlock", "basis_widths", "ekfac"]
 
 #: Q_G and Q_A of a matrix; None for the identity.
 _Bases = tuple[ParamVector | None, ParamVector | None]
@@ -50,6 +50,8 @@ _EXACT_OUTPUTS = 2
 _DRAWN_TERMS = 4096
 #: Sides up to this width always get a basis; wider ones where finding it costs less than a pass over the data.
 _NARROW = 2048
+#: Wider ones never do.
+_WIDEST = 16384
 #: Terms that bases are found from, for every column of the widest.
 _TERMS_PER_COLUMN = 32
 
@@ -172,7 +174,7 @@ def ekfac(
     examples: int | None = None,
     curvature: Curvature = "auto",
     samples: int | None = None,
-    widest: int = 16384,
+    widest: int = _WIDEST,
 ) -> Ekfac:
     """EK-FAC for ``H + λ``, from two passes over data: some of it for the bases, then all of it for E in them.
 
@@ -221,6 +223,13 @@ def _narrow_enough(gnh: GaussNewton, terms: int, widest: int) -> int:
     """The widest side that gets a basis: its eigenvectors take about 10·width³ operations, a pass 6 per number."""
     affordable = int((0.6 * terms * gnh.num_parameters) ** (1 / 3))
     return min(widest, max(_NARROW, affordable))
+
+
+def basis_widths(gnh: GaussNewton, terms: int) -> list[int]:
+    """Of every basis that is found from so many terms."""
+    widest = _narrow_enough(gnh, terms, _WIDEST)
+    sides = (side for matrix in matrices(gnh.network) for side in matrix.shape[matrix.looked_up :])
+    return [side for side in sides if 1 < side <= widest]
 
 
 class _Draws:
@@ -298,9 +307,7 @@ def _root(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
 class _Measured:
     """Two passes over the data.
 
-    Of a model that every process holds whole, each sums over its share of the examples, and sums are added at the end.
-    Of a sharded model, where such sums would be as large as the whole of it, they are added after every micro-batch, and
-    each process keeps its rows.
+    Sums over the examples are `whence.preconditioners.sums`.
     """
 
     def __init__(self, gnh: GaussNewton, draws: _Draws, widest: int, generator: torch.Generator) -> None:
@@ -308,7 +315,7 @@ class _Measured:
         self.layers = gnh.example_gradients()
         self.matrices = matrices(gnh.network)
         self.turned = Turned(gnh)
-        self.size = min(self.layers.at_once, gnh.micro_batch, draws.at_once)
+        self.size = min(gnh.micro_batch, draws.at_once)
 
     def factors(self, positions: Tensor) -> tuple[KroneckerBlock, ...]:
         """The blocks, from these examples."""
@@ -359,15 +366,18 @@ class _Measured:
                     add(matrix, 0, packed.mT)
                     add(matrix, 1, packed)
 
+        widths = [side for matrix in self.matrices for side in matrix.shape if side <= self.widest]
+        few = 8 * sum(width**2 for width in widths) <= TOGETHER  # else they are gathered in every pass
+
         def basis(matrix: Matrix, side: int) -> ParamVector | None:
             moment = moments.pop(
                 (matrix, side), self._zeros(matrix).new_zeros(2 * matrix.shape[side : side + 1])
             )
             found = None if moment is None else _eigenvectors(moment.whole()[""], matrix)
-            # one basis for all: eigenvectors are not unique
-            return (
-                None if found is None or moment is None else of_one(ranks.same(found)).parted(moment.shards)
-            )
+            if found is None or moment is None:
+                return None
+            same = of_one(ranks.same(found))  # one basis for all: eigenvectors are not unique
+            return same if few else same.parted(moment.shards)
 
         return {matrix: (basis(matrix, 0), basis(matrix, 1)) for matrix in self.matrices}
 
@@ -407,9 +417,14 @@ class _Measured:
         for passed in self._passes(positions, tick):
             for matrix, sides in bases.items():
                 left, right = (None if side is None else side.whole()[""] for side in sides)
-                turned = self.turned.of(matrix, left, right, passed)
-                if turned is not None:
-                    squares.add(matrix, turned.square().sum(0))
+                squared: Tensor | None = None
+                for few in passed.of_few(matrix.names, math.prod(matrix.shape)):
+                    turned = self.turned.of(matrix, left, right, few)
+                    if turned is not None:
+                        of_few = turned.square().sum(0)
+                        squared = of_few if squared is None else squared.add_(of_few)
+                if squared is not None:
+                    squares.add(matrix, squared)
         # the sum over the examples becomes an unbiased mean over terms with TermSet's weight
         weight = self.gnh.terms.weight(len(positions))
         found = []

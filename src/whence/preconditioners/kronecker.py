@@ -1,8 +1,8 @@
 """`KroneckerBlock`: one matrix of parameters, in the basis that EK-FAC takes its block of H for diagonal in.
 
 Where several processes work together, each holds its rows of Q_G, Q_A and E, as it does of a vector, and multiplies its
-rows of what the block is applied to. With Q_G's rows on every process, ``Q_Gᵀ X`` is a sum over processes, of which each
-keeps its rows, and ``Q_G X`` needs X whole: both for one matrix at a time.
+rows of what the block is applied to. ``Q_Gᵀ X`` is then a sum over processes, of which each keeps its rows, and
+``Q_G X`` needs X whole: both for one matrix at a time.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class KroneckerBlock:
         cls, matrix: Matrix, left: Tensor | None, right: Tensor | None, eigenvalues: Tensor
     ) -> KroneckerBlock:
         """A block of whole tensors, in one process."""
-        sides = (None if side is None else of_one(side) for side in (left, right))
-        return cls.joined(matrix, *sides, of_one(eigenvalues), ALONE)
+        first, second = (None if side is None else of_one(side) for side in (left, right))
+        return cls.joined(matrix, first, second, of_one(eigenvalues), ALONE)
 
     @classmethod
     def joined(

@@ -127,18 +127,22 @@ def layer_products(
     for passed in gnh.example_gradients().passes(batch, loss_slopes(gnh, batch)):
         for name, own in directions.items():
             rows = network.whole(name, own)
-            if norms:
-                gradient = passed.gradients(name)
-                if gradient is not None:
-                    flat = network.scaled_whole(name, gradient).reshape(n, -1)
-                    total.add_(rows.reshape(len(rows), -1) @ flat.T)
-                    # a few at a time, since they are copied into float64
-                    lengths = [
-                        torch.linalg.vector_norm(few, dim=1, dtype=total.dtype) for few in flat.split(64)
-                    ]
-                    squares.add_(torch.cat(lengths).square_())
+            if not norms:
+                products = passed.products(name, network.scaled_whole(name, rows))
+                if products is not None:
+                    total.add_(products)
                 continue
-            products = passed.products(name, network.scaled_whole(name, rows))
-            if products is not None:
-                total.add_(products)
+            first, along = 0, rows.reshape(len(rows), -1)
+            scale = network.scaled_whole(
+                name, rows.new_ones(rows.shape[1:])
+            )  # once, since processes must meet for it
+            for few in passed.of_few([name], along.shape[1]):
+                gradient = few.gradients(name)
+                if gradient is None:
+                    break
+                flat = (gradient * scale).reshape(len(gradient), -1)
+                columns = slice(first, first + len(flat))
+                total[:, columns] += along @ flat.T
+                squares[columns] += torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square_()
+                first = columns.stop
     return total, squares
