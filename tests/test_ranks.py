@@ -23,7 +23,7 @@ from whence.attribution import load
 
 PROGRAM = Path(on_ranks.__file__)
 FAST = ["vectors", "products", "preconditioners", "spectrum", "scores", "attribute", "quick", "sharded"]
-FAST += ["sharded factors", "sharded factors, mixed", "sharded quick"]
+FAST += ["sharded factors", "sharded factors, parted", "sharded factors, mixed", "sharded quick"]
 FAST += ["sharded, exact", "sharded, exact, mixed"]
 SLOW = ["lissa", "float32", "llama", "llama, quick", "lora", "sharded cg", "sharded lissa"]
 SLOW += ["sharded factors, llama", "sharded, exact, lora", "sharded, float32"]

@@ -222,8 +222,8 @@ class Options(RunOptions):
     baseline: bool = option(True, "Also compute plain gradient dot products, to compare with.", common=True)
     norms: bool = option(
         False,
-        "Also measure the length of every example's gradient, for rankings by='unit', where the solver does not need "
-        "it anyway (conjugate gradients do).",
+        "Measure the exact length of every example's gradient, for rankings by='unit'; what conjugate gradients know "
+        "of it is often right to a quarter only.",
         plan=False,
     )
     shown: int = option(

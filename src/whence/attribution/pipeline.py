@@ -306,6 +306,7 @@ def score(
         method=job.options.method,  # type: ignore[arg-type]  # checked
         norms=(job.options.norms or solved.stats.certificate is not None)
         and (before is None or before.norms is None),
+        exact=job.options.norms,
     )
     found = score_parts(run, f"scores-{number}", scorer, job, chains=len(fresh))
     if before is None:

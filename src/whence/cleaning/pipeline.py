@@ -42,7 +42,7 @@ from whence.scoring.cost import count_work
 from whence.scoring.self_influence import Calibration, Readings, SelfInfluence, calibrate, read_examples
 from whence.solvers.plan import resolve_damping
 from whence.spectrum import Spectrum, estimate_spectrum
-from whence.tasks import Questions, Task
+from whence.tasks import Task
 from whence.threads import one_at_a_time
 
 __all__ = ["clean"]
@@ -109,7 +109,7 @@ def clean(
     if chosen.rank is not None:
         check_rank(gnh, 1.0, chosen.rank)
     if queries is not None:
-        query_terms(Questions.of(queries), gnh)  # refused before anything is measured
+        query_terms(queries, gnh)  # refused before anything is measured
     show = describer(train, describe, tokenizer, class_names)
     show(0)  # what cannot be shown at the end is told before the work
     identity, clock, earlier = operator_identity(gnh), Stopwatch(), dict[str, float]()
