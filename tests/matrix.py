@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / ".venv-matrix"
 #: Those that need no library but the base dependencies.
-TESTS = ("codec", "lissa", "options", "plan", "progress", "run_directory", "shifted")
+TESTS = (
     "auto",
     "cg",
     "codec",
