@@ -77,15 +77,10 @@ def test_the_walk_is_the_stack_of_a_forward_pass():
 
     def note(module, inputs):
         frames = [frame for frame in traceback.extract_stack() if "/src/whence/" in frame.filename]
-<<<<<<< HEAD
-        places = [(frame.filename.partition("/src/whence/")[2], frame.name) for frame in frames]
-        seen.add(tuple(place for place in places if place[0] != "arguments.py"))  # which looks, and does nothing
-=======
         frames = [
             frame for frame in frames if not frame.filename.endswith("arguments.py")
         ]  # around what users call
         seen.add(tuple((frame.filename.partition("/src/whence/")[2], frame.name) for frame in frames))
->>>>>>> main
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
