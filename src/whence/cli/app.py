@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from whence.attribution import attribute, load
 from whence.attribution.budget import way_for
@@ -16,6 +17,7 @@ from whence.attribution.cost import forecast, spectrum_terms
 from whence.attribution.damping import first_damping, metric_of
 from whence.attribution.planning import choice_for
 from whence.cleaning import clean, load_cleaning
+from whence.cli.index import ask_command, index_command
 from whence.cli.inputs import Command, InputOptions, Inputs, TrustRun
 from whence.cli.options import AsJson, guarded, takes
 from whence.cli.outcome import NOT_CONVERGED, print_json, say, tell
@@ -267,6 +269,13 @@ def clean_command(
         raise typer.Exit(NOT_CONVERGED)
 
 
+app.command("index", epilog="Example: [bold]whence index my-model/ --train train.jsonl --index my-index[/]")(
+    index_command
+)
+app.command(
+    "ask",
+    epilog="Example: [bold]whence ask my-index --trust-run --prompt 'My fellow' --completion ' citizens'[/]",
+)(ask_command)
 app.command("validate", epilog="Example: [bold]whence validate runs/first --trust-run --budget 10min[/]")(
     validate_command
 )
@@ -335,7 +344,7 @@ def _attribute(
         )
     except KeyboardInterrupt:
         if run_dir is not None and page is not None and holds(run_dir, "quick"):
-            say(f"interrupted; the quick answer so far: {load(run_dir).to_html(page)}")
+            say(f"interrupted; the quick answer so far: {escape(str(load(run_dir).to_html(page)))}")
         raise
     if current().rank == 0:
         if page is not None:
@@ -357,7 +366,7 @@ def _beside(given: Path | None, run_dir: Path | None, name: str) -> Path | None:
     if given is not None or run_dir is None:
         return given
     if run_dir.exists() and not os.access(run_dir, os.W_OK):
-        say(f"{run_dir} is read-only, so {name} is not written there; name another place for it")
+        say(f"{escape(str(run_dir))} is read-only, so {name} is not written there; name another place for it")
         return None
     return run_dir / name
 
