@@ -1,6 +1,6 @@
 """Does it matter how many processes share the work, and what if one of them is killed?
 
-    python -m benchmarks.ranks [--kills 20] [--only WORK …]
+    python -m benchmarks.ranks [--kills 20] [--only WORK …] [--ways WAY …] [--sizes 1 2 4]
 
 A small Llama, LoRA on it and an MLP are attributed by 1, 2 and 4 processes over gloo, in float64 and in float32, with
 the model whole on each and sharded over all (by exact products, and once more by finite differences): the largest
@@ -184,12 +184,12 @@ def _off(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return float((found["scores"] - there).abs().max() / there.abs().max())
 
 
-def _sizes(works: list[str]) -> list[dict[str, Any]]:
+def _sizes(works: list[str], ways: list[str], sizes: list[int]) -> list[dict[str, Any]]:
     rows = []
     for work in works:
-        pairs = [(way, dtype) for way in _ways(work) for dtype in ALLOWED]
+        pairs = [(way, dtype) for way in ways or _ways(work) for dtype in ALLOWED]
         expected = _found(1, work, pairs)
-        for size in SIZES:
+        for size in sizes:
             found = expected if size == 1 else _found(size, work, pairs)
             for (way, dtype), mine in found.items():
                 seconds, peak = mine["numbers"]
@@ -279,9 +279,11 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--only", nargs="*", default=list(WORKS), choices=list(WORKS))
+    parser.add_argument("--ways", nargs="*", default=[], choices=list(WAYS))
+    parser.add_argument("--sizes", nargs="*", type=int, default=list(SIZES), choices=SIZES)
     given = parser.parse_args()
     if given.only:
-        _report_sizes(_sizes(given.only))
+        _report_sizes(_sizes(given.only, given.ways, given.sizes))
     if given.kills:
         _report_kills(_kills(given.kills))
 

@@ -51,7 +51,7 @@ def measure(way: str) -> dict[str, float]:
     given: dict[str, Any] = {"accuracy": "quick"}
     if way == "lissa":
         one = Estimate(1.0)
-        plan = Plan.from_spectrum(Spectrum(trace=one, frobenius=one, lambda_max=one), DAMPING, chains=1)
+        plan = Plan.from_spectrum(Spectrum(trace=one, frobenius=one, lambda_max=one), DAMPING, chains=2)
         given = {"solver": Lissa(plan.replace(batch_size=64, num_steps=4), recover=False, residual_batches=2)}
     with launched() as ranks:
         before = _status("VmRSS")

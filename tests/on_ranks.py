@@ -5,11 +5,13 @@ Every case returns numbers that do not depend on how many processes there are. T
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +23,12 @@ from whence.distributed import current, launched, shard
 from whence.errors import DataError, WhenceError
 from whence.model.importance import measure_importance
 from whence.model.second_moment import root_second_moment
-from whence.preconditioners import nystrom
+from whence.preconditioners import nystrom, sums
 from whence.preconditioners.ekfac import ekfac
 from whence.scoring import Scorer
 
+#: The module, which the function has the name of.
+ekfac_module = importlib.import_module("whence.preconditioners.ekfac")
 DOUBLE = torch.float64
 Found = dict[str, Any]
 
@@ -344,6 +348,12 @@ def sharded_factors(model: nn.Module, data: Any, task: Any, *curvatures: Any) ->
     return found
 
 
+def parted_factors() -> Found:
+    """The same where nothing is small enough to be whole."""
+    with mock.patch.object(sums, "TOGETHER", 0), mock.patch.object(ekfac_module, "TOGETHER", 0):
+        return sharded_factors(plain(), labelled(), Classification(), "exact")
+
+
 def sharded_attribution(solver: str, **options: Any) -> Found:
     settings: dict[str, Any] = {"product": "finite-difference", "micro_batch": 16, "method": "directional"}
     return attributed(sharded(plain()), labelled(), solver=solver, **settings, **options)
@@ -370,6 +380,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "sharded, exact, lora": lambda: on_a_sharded_model("exact", lora(), tokens(), LanguageModeling()),
     "sharded, float32": lambda: attributed(sharded(plain(torch.float32)), labelled(torch.float32)),
     "sharded factors": lambda: sharded_factors(plain(), labelled(), Classification()),
+    "sharded factors, parted": parted_factors,
     "sharded factors, mixed": lambda: sharded_factors(mixed(), spelled(), Classification()),
     "sharded factors, llama": lambda: sharded_factors(llama(), tokens(7), LanguageModeling(), "sampled"),
     "sharded quick": lambda: attributed(

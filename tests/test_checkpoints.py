@@ -361,3 +361,27 @@ def test_results_about_different_things_are_not_joined() -> None:
         joined({"a": one})
     with pytest.raises(OptionError, match="single models"):
         joined({"a": one, "b": attribute(named(0, 1))})
+
+
+# --- groups, questions and rankings per unit -------------------------------------------------------------------
+
+
+def test_groups_and_units_of_the_mean() -> None:
+    models = [checkpoint(seed) for seed in range(3)]
+    names = [f"group {i % 3}" for i in range(len(vectors(DOUBLE)))]
+    result = attribute(models, **EXACT, groups=names, norms=True)
+    exact = torch.stack([exact_scores(model, 0.05) for model in models]) / len(names)
+    sums = torch.stack([exact[:, :, k::3].sum(2) for k in range(3)], dim=2)
+    groups = result.groups()
+    torch.testing.assert_close(groups.effects, sums.mean(0), rtol=1e-6, atol=1e-10)
+    torch.testing.assert_close(groups.stderr, sums.std(0) / math.sqrt(3), rtol=1e-4, atol=1e-9)
+    alone = [attribute(model, **EXACT, norms=True) for model in models]
+    lengths = torch.stack([each.norms for each in alone if each.norms is not None]).mean(0)
+    first = result.top(1, query=0, by="unit")[0]
+    assert first.index == int((result.scores[0] / lengths).argmax())
+
+
+def test_contrasts_are_averaged() -> None:
+    models = [checkpoint(seed) for seed in range(2)]
+    results = [attribute(model, **EXACT, contrast=[2, 3]) for model in (models, *models)]
+    torch.testing.assert_close(results[0].scores, (results[1].scores + results[2].scores) / 2)

@@ -242,6 +242,25 @@ def test_a_classifier(tmp_path: Path) -> None:
     assert result.scores.shape == (2, 12)
     assert result.queries[1].label == "dogs"
     assert "prompt" not in hf.Collated(trainer.train_dataset, trainer)[0]
+    compared = hf.attribute(trainer, [rows[0] | {"contrast": 2}], damping=1.0, groups="source")
+    assert compared.queries[0].asked == "why “cats” rather than “logs”"
+    assert compared.groups().sizes.tolist() == [12]
+
+
+def test_queries_may_have_a_contrast_and_rows_a_group(trainer: Any) -> None:
+    query = [QUERY[0] | {"contrast": " log"}]
+    animals = [row["prompt"].split()[1] for row in ROWS]
+    result = hf.attribute(trainer, query, damping=1.0, groups=animals)
+    assert result.queries[0].contrast == " log"
+    assert result.queries[0].asked == "why “mat” rather than “log”"
+    alone = [hf.attribute(trainer, [{"prompt": QUERY[0]["prompt"], "completion": said}], damping=1.0)
+             for said in (" mat", " log")]  # fmt: skip
+    difference = alone[0].query_losses - alone[1].query_losses
+    torch.testing.assert_close(result.query_losses, difference, rtol=1e-4, atol=1e-5)
+    expected = alone[0].scores - alone[1].scores
+    assert float((result.scores - expected).norm() / expected.norm()) < 0.3
+    assert result.groups().names == ("cat", "dog", "mat", "log")
+    assert result.groups().sizes.tolist() == [animals.count(name) for name in ("cat", "dog", "mat", "log")]
 
 
 def test_streams_need_a_number(trainer: Any, tmp_path: Path) -> None:

@@ -144,6 +144,15 @@ each says what settings it uses and why, and with `--check` compares its peer wi
 """
 
 
+LEFT_OUT = """\
+- **dattri's EK-FAC** is not EK-FAC: it multiplies by transposes of the matrices of eigenvectors and confuses the
+  places of weights and biases. `python -m benchmarks.peers.dattri --check` prints how far it is from EK-FAC written
+  out densely.
+- **Bergson's LiSSA** takes one query after the other and, at its defaults, 25,000 products of 16 passages for each.
+- **Averages over many models**, as TRAK is meant to be used: all contenders have one trained model.
+"""
+
+
 def page(results: Results) -> str:
     """The whole of `benchmarks/PEERS.md`."""
     peers = [peer for peer in ROSTER if peer in results]
@@ -171,8 +180,18 @@ def page(results: Results) -> str:
         _mislabels(),
         "## What each does better\n",
         "".join(f"- **{ROSTER[peer].words}.** {ROSTER[peer].better}\n" for peer in peers),
+        "## Left out\n",
+        _unasked(results) + LEFT_OUT,
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _unasked(results: Results) -> str:
+    """Peers that have an adapter and no results."""
+    unasked = [entry.words for peer, entry in ROSTER.items() if peer not in results]
+    return (
+        f"- **{', '.join(unasked)}**: the adapter is there, and no work was asked yet.\n" if unasked else ""
+    )
 
 
 def _grid(results: Results, peer: str) -> bool:

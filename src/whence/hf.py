@@ -28,6 +28,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from whence.arguments import checked
 from whence.attribution import Attribution
 from whence.attribution import attribute as attribute_model
 from whence.errors import DataError, ModelError, OptionError
@@ -54,6 +55,7 @@ _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k")
 _COMPARED, _LOOKED_AT, _KINDS, _LEFT_OUT = 16, 256, 32, -100
 
 
+@checked()
 def attribute(
     trainer: Any,
     queries: Sequence[Mapping[str, Any]],

@@ -222,8 +222,8 @@ class Options(RunOptions):
     baseline: bool = option(True, "Also compute plain gradient dot products, to compare with.", common=True)
     norms: bool = option(
         False,
-        "Also measure the length of every example's gradient, for rankings by='unit', where the solver does not need "
-        "it anyway (conjugate gradients do).",
+        "Measure the exact length of every example's gradient, for rankings by='unit'; what conjugate gradients know "
+        "of it is often right to a quarter only.",
         plan=False,
     )
     shown: int = option(
@@ -298,8 +298,8 @@ class CleanOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("by", "self-influence", "loss", "gradient-norm")
-        self._refuse_unless(self.rank is None or self.rank >= 1, "rank", "it must be at least 1")
-        several = self.exact_solves == 0 or self.exact_solves >= 2
+        self._refuse_unless(self.rank is None or 1 <= self.rank < 2**40, "rank", "it must be at least 1")
+        several = self.exact_solves == 0 or 2 <= self.exact_solves < 2**40
         self._refuse_unless(several, "exact_solves", "solve for at least 2 examples, or for none (0)")
 
 

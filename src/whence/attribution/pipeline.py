@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from whence.arguments import checked
 from whence.attribution.asked import Asked, ask, check_unchanged
 from whence.attribution.budget import choose_way
 from whence.attribution.damping import Weighed, in_metric, weigh
@@ -28,6 +29,7 @@ from whence.attribution.job import Candidates, Job, check_own_solver, query_term
 from whence.attribution.planning import SCALE, Planned, make_factors, make_plan, measure_spectrum, plan_quick
 from whence.attribution.ranking import ends_of_rankings, top_is_separated
 from whence.attribution.result import Attribution, Solve, load
+from whence.attribution.rounding import measure_rounding
 from whence.attribution.scored import Scored
 from whence.attribution.scores import Scores, directions, score_parts, token_shares
 from whence.attribution.several import Models, attribute_several
@@ -56,6 +58,7 @@ _ROUNDS = 8.0
 @takes(Options)
 @one_at_a_time
 @failures_become_typed()
+@checked("model", "task", "params", "candidates", "run_dir", "options")
 def attribute(
     model: nn.Module | Models,
     train: Any,
@@ -303,6 +306,7 @@ def score(
         method=job.options.method,  # type: ignore[arg-type]  # checked
         norms=(job.options.norms or solved.stats.certificate is not None)
         and (before is None or before.norms is None),
+        exact=job.options.norms,
     )
     found = score_parts(run, f"scores-{number}", scorer, job, chains=len(fresh))
     if before is None:
@@ -403,6 +407,7 @@ def conclude(
         seconds=clock.seconds,
         norms=scores.norms,
         stability=weighed.stability,
+        rounding=measure_rounding(gnh, solved.chains[0], job.positions, scores.chains[0]),
         grouping=grouping,
     )
     return run.keep(name, Attribution, lambda: result)

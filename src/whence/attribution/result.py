@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.arguments import checked
 from whence.attribution.checkpoint import Checkpoint, correlation, dominant_error
 from whence.attribution.doubts import doubts
 from whence.attribution.groups import Grouping, GroupRow, Groups
@@ -101,6 +102,8 @@ class Attribution:
         checkpoints: the models whose scores were averaged, in the order of `chain_scores`; empty for one model.
         solver_errors: the solver's part of the standard errors of such means, ``[queries, scored]``; else None.
         grouping: the groups that the training examples belong to, where some were named.
+        rounding: of each query, the correlation of scores with those of weights that are rounded otherwise; None where
+            weights are not of fewer bits than float32, and of several checkpoints.
     """
 
     chain_scores: Tensor
@@ -128,6 +131,7 @@ class Attribution:
     checkpoints: tuple[Checkpoint, ...] = ()
     solver_errors: Tensor | None = None
     grouping: Grouping | None = None
+    rounding: Tensor | None = None
 
     def __repr__(self) -> str:
         queries, scored = self.chain_scores.shape[1:]
@@ -180,6 +184,7 @@ class Attribution:
         """Of the standard errors: one less than the chains, or the checkpoints; infinite for a deterministic solver."""
         return self.scored.degrees_of_freedom
 
+    @checked()
     def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
         """Ends of the confidence intervals of `scores`, ``[queries, train]`` each, with the errors of `stderr`."""
         width = self._spread(self.scored.half_width(confidence))
@@ -222,6 +227,7 @@ class Attribution:
         damping, scores = self.solve.plan.damping, self.scored.mean
         return self._spread(self.stability.stderr(scores, self.indices, damping))
 
+    @checked()
     def over_damping(self, dampings: Sequence[float] | None = None) -> OverDamping:
         """Scores and rankings for other λ, from the products of this solve.
 
@@ -324,6 +330,7 @@ class Attribution:
 
     # --- rankings ----------------------------------------------------------------------------------------
 
+    @checked()
     def top(
         self,
         k: int = 5,
@@ -401,6 +408,7 @@ class Attribution:
         """Whether the scores' errors are what is expected of the solve on average; see `whence.attribution.scored`."""
         return expects(self.solve, len(self.chain_scores))
 
+    @checked()
     def row(self, query: int, index: int, *, confidence: float = 0.95) -> Row:
         """Any scored example's place among the most helpful of a query."""
         found = (self.indices == index).nonzero().flatten()
@@ -502,6 +510,7 @@ class Attribution:
         frame.attrs["doubts"] = list(self.doubts)
         return frame
 
+    @checked("path")
     def to_html(self, path: str | Path) -> Path:
         """Write the page: one self-contained file. Returns its path."""
         return write_page(render(self), path)
@@ -515,6 +524,7 @@ class Attribution:
         """Figures of this result, by matplotlib: ``ranking()``, ``tokens()``, ``convergence()`` and ``damping()``."""
         return Plots(self)
 
+    @checked("directory")
     def save(self, directory: str | Path) -> Path:
         """Write the result into a directory of its own; `whence.load` reads it back."""
         with Run(directory, dict(self.settings), identity={}) as run:
@@ -545,6 +555,7 @@ class Attribution:
         return result
 
 
+@checked("directory")
 def load(directory: str | Path) -> Attribution:
     """Read a saved attribution, or a run directory; of one that is not finished its quick answer, where it has one.
 

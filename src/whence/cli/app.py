@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from whence.attribution import attribute, load
 from whence.attribution.budget import way_for
@@ -335,7 +336,7 @@ def _attribute(
         )
     except KeyboardInterrupt:
         if run_dir is not None and page is not None and holds(run_dir, "quick"):
-            say(f"interrupted; the quick answer so far: {load(run_dir).to_html(page)}")
+            say(f"interrupted; the quick answer so far: {escape(str(load(run_dir).to_html(page)))}")
         raise
     if current().rank == 0:
         if page is not None:
@@ -357,7 +358,7 @@ def _beside(given: Path | None, run_dir: Path | None, name: str) -> Path | None:
     if given is not None or run_dir is None:
         return given
     if run_dir.exists() and not os.access(run_dir, os.W_OK):
-        say(f"{run_dir} is read-only, so {name} is not written there; name another place for it")
+        say(f"{escape(str(run_dir))} is read-only, so {name} is not written there; name another place for it")
         return None
     return run_dir / name
 

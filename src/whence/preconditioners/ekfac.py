@@ -31,7 +31,7 @@ from whence.model.inspection import check_finite
 from whence.model.layers import Call, Matrix, Passed, matrices
 from whence.preconditioners.base import Preconditioner, check_damping
 from whence.preconditioners.kronecker import KroneckerBlock
-from whence.preconditioners.sums import Sums, of_one
+from whence.preconditioners.sums import TOGETHER, Sums, of_one
 from whence.progress import ticker
 from whence.tasks import Batch, Task
 from whence.tasks.base import noise
@@ -365,15 +365,18 @@ class _Measured:
                     add(matrix, 0, packed.mT)
                     add(matrix, 1, packed)
 
+        widths = [side for matrix in self.matrices for side in matrix.shape if side <= self.widest]
+        few = 8 * sum(width**2 for width in widths) <= TOGETHER  # else they are gathered in every pass
+
         def basis(matrix: Matrix, side: int) -> ParamVector | None:
             moment = moments.pop(
                 (matrix, side), self._zeros(matrix).new_zeros(2 * matrix.shape[side : side + 1])
             )
             found = None if moment is None else _eigenvectors(moment.whole()[""], matrix)
-            # one basis for all: eigenvectors are not unique
-            return (
-                None if found is None or moment is None else of_one(ranks.same(found)).parted(moment.shards)
-            )
+            if found is None or moment is None:
+                return None
+            same = of_one(ranks.same(found))  # one basis for all: eigenvectors are not unique
+            return same if few else same.parted(moment.shards)
 
         return {matrix: (basis(matrix, 0), basis(matrix, 1)) for matrix in self.matrices}
 

@@ -41,7 +41,7 @@ T = TypeVar("T")
 Scalar = bool | int | float | str | None
 
 #: Raised when files change their meaning; directories of another format are refused.
-FORMAT = 10
+FORMAT = 11
 _NAME = re.compile(r"(?!(?:manifest|lock)$)[a-z0-9_-]+(/[a-z0-9_-]+)*(\.\d{6})?", re.ASCII)
 _LAST = 999_999
 _NUMBER = re.compile(r"\.(\d{6})\.(?:json|safetensors)\Z", re.ASCII)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from whence.arguments import checked
 from whence.cards import table_card
 from whence.errors import OptionError, VectorError
 from whence.operators import Damped, failures_become_typed
@@ -356,6 +357,7 @@ class Solver(ABC, Generic[S]):
 
     @one_at_a_time
     @failures_become_typed()
+    @checked("A", "rhs", "start")
     def solve(
         self,
         A: Damped,
@@ -380,6 +382,10 @@ class Solver(ABC, Generic[S]):
         """
         check_system(A, rhs, start)
         self.check(A, rhs, start)
+        if state is not None and not isinstance(state, self.state_type):
+            raise OptionError(
+                f"state is a {type(state).__name__}; {self.name} goes on with a {self.state_type.__name__}"
+            )
         if journal is not None:
             state = journal.restore() or state
         if state is None:

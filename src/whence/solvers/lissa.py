@@ -31,6 +31,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from whence.arguments import check_fields
 from whence.errors import OptionError, WhenceWarning
 from whence.operators import Damped
 from whence.preconditioners import Preconditioner
@@ -142,6 +143,7 @@ class Lissa(Solver[LissaState]):
     preconditioner: Preconditioner | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.average not in ("tail", "last"):
             raise OptionError(f"average is {self.average!r}; it must be 'tail' or 'last'")
         if not 0 < self.tail <= 1:

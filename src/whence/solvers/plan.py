@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from whence.arguments import check_fields, checked
 from whence.cards import table_card
 from whence.errors import OptionError
 from whence.operators import check_damping as check_number
@@ -115,16 +116,23 @@ class Plan:
     constant: float
 
     def __post_init__(self) -> None:
+        check_fields(self, "batch_size", "num_steps", "chains")
         for name in ("damping", "step_size", "constant"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise OptionError(f"{name} must be a positive number, got {value}")
         for name in ("batch_size", "num_steps", "chains"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value != int(value) or value < 1:
+            if (
+                not isinstance(value, (int, float))
+                or not math.isfinite(value)
+                or value != int(value)
+                or value < 1
+            ):
                 raise OptionError(f"{name} must be a whole number of at least 1, got {value}")
 
     @classmethod
+    @checked()
     def from_spectrum(
         cls, spectrum: Spectrum, damping: float, *, C: float = 2.0, chains: int = 4, errors: float = 2.0
     ) -> Plan:
@@ -158,6 +166,7 @@ class Plan:
         )
 
     @classmethod
+    @checked()
     def tuned(
         cls,
         spectrum: Spectrum,
@@ -178,6 +187,8 @@ class Plan:
             refine: cost of each chain as a multiple of the paper's plan; see `refined`. At 1, what the start leaves
                 behind is not small beside the averaged noise, and intervals may cover a little too little.
         """
+        if num_terms < 1:
+            raise OptionError(f"num_terms is {num_terms}; a plan needs data of at least one term")
         damping = resolve_damping(damping, spectrum)
         plan = cls.from_spectrum(spectrum, damping, C=spectrum.safe_constant, chains=chains).refined(refine)
         return plan._within(num_terms)
@@ -227,8 +238,8 @@ class Plan:
 
         A longer tail and a larger batch lower the error of one chain more than as many chains would.
         """
-        if not factor >= 1:
-            raise OptionError(f"factor must be at least 1, got {factor}")
+        if not 1 <= factor < math.inf:
+            raise OptionError(f"factor must be a number of at least 1, got {factor}")
         root = math.sqrt(factor)
         return self.replace(batch_size=_ceil(root * self.batch_size), num_steps=_ceil(root * self.num_steps))
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from whence.arguments import checked
 from whence.cards import table_card
 from whence.errors import OptionError, SolverError, WhenceWarning
 from whence.operators import Damped, LinearOperator, check_damping, failures_become_typed
@@ -20,6 +21,7 @@ from whence.spectrum.density import Density
 from whence.spectrum.estimate import Estimate
 from whence.spectrum.lambda_max import LanczosResult, lanczos
 from whence.spectrum.moments import (
+    check_probes,
     frobenius_from_products,
     sampling_constant,
     trace_and_frobenius_from_gradients,
@@ -185,6 +187,7 @@ class Spectrum:
 
 @one_at_a_time
 @failures_become_typed()
+@checked()
 def estimate_spectrum(
     operator: LinearOperator,
     *,
@@ -214,6 +217,7 @@ def estimate_spectrum(
     """
     if isinstance(operator, Damped):
         raise OptionError("estimate the spectrum of the operator itself; pass `damped.operator`")
+    check_probes(probes)
     n = operator.num_terms
     batch = probe_batch or min(max(16, n // probes), 256, n)
     trace, frobenius = _moments(operator, probes, batch, generator)
