@@ -126,8 +126,8 @@ def attribute_text(run_dir: Path | None = None) -> TextDemo:
         title="Where did these completions come from?",
         run_dir=run_dir,
         damping="lambda_max/50",
-        # By default, the quick answer: the same passages in less time, with bars that reach zero. This is half of the
-        # passes of conjugate gradients here, and the paper's own.
+        # The default, the quick answer, finds the same passages in less time, with bars that reach zero. This is half
+        # of the passes of conjugate gradients here, and the paper's own.
         solver="lissa",
         refine=1.0,
     )
