@@ -2,14 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
-PEERS := kronfluence dattri bergson
+PEERS := kronfluence bergson dattri traker pydvl captum
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
 # What `make reproduce` makes, and how: see `python -m reproduction --help`.
 NAME ?= all
 PROFILE ?= quick
 
-.PHONY: help demo reproduce test test-slow test-faults audit check format bench gpu-check peers browser clean
+.PHONY: help demo reproduce test test-slow test-faults docs docs-run dist matrix audit check format bench gpu-check peers browser clean
 
 help:
 	@echo "make demo       train two small models, ask them questions, write the pages (minutes)"
@@ -18,6 +18,10 @@ help:
 	@echo "make test-slow  the tests that need minutes each or downloaded weights"
 	@echo "make test-faults  runs killed at every file operation, files damaged in every way, long fuzzing; prints counts (hours)"
 	@echo "make check      lint, types, import contracts"
+	@echo "make docs       the documentation site, into docs/_build/html; warnings are errors"
+	@echo "make docs-run   run the code of the site's pages again, and keep what it prints and draws (minutes)"
+	@echo "make dist       wheel and source archive, checked, the wheel tried in an environment of its own"
+	@echo "make matrix     a quick part of the tests on every Python that is here, with the oldest and the newest torch"
 	@echo "make audit      known vulnerabilities of the pinned dependencies, and their licences"
 	@echo "make bench      speed, memory and agreement with retraining"
 	@echo "make gpu-check  whether all of it works on this machine's GPU, once, with a verdict"
@@ -36,8 +40,28 @@ test-slow: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m slow -n 0
 
 test-faults: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults --results benchmarks/results/faults.json
 	$(VENV)/bin/python -m pytest -m faults -n 0 --hypothesis-show-statistics tests
+
+docs: $(VENV)/.installed
+	rm -rf docs/_build
+	$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(VENV)/bin/python -m docs.site docs/_build/html
+
+docs-run: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m docs.run $(PAGE)
+
+# The wheel is tried in an environment of its own, as a newcomer would: the README's commands, on a model of their own.
+dist: $(VENV)/.installed
+	rm -rf dist .venv-dist
+	$(VENV)/bin/python -m build --outdir dist --no-isolation
+	$(VENV)/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install $(PIP_FLAGS) "$$(ls dist/*.whl)[hf]"
+	cd .venv-dist && PYTHONPATH= ../$(VENV)/bin/python ../tests/newcomer.py newcomer "$$PWD/bin/whence"
+
+matrix:
+	$(PYTHON) tests/matrix.py
 
 # A dependency that no database was asked about is not a safe one: what could not be checked is counted.
 audit: $(VENV)/.installed .venv-audit/.installed
@@ -68,11 +92,14 @@ gpu-check: $(VENV)/.installed
 
 # Every peer is asked in an environment of its own; what it answered is judged in ours.
 peers: $(VENV)/.installed $(PEERS:%=.venv-%/.installed)
-	set -e; for peer in $(PEERS); do \
-	  .venv-$$peer/bin/python -m benchmarks.peers.$$peer --check; \
-	  OMP_NUM_THREADS=1 .venv-$$peer/bin/python -m benchmarks.peers.$$peer; done
+	set -e; for peer in $(PEERS); do for way in --check --mislabels ""; do \
+	  OMP_NUM_THREADS=1 .venv-$$peer/bin/python -m benchmarks.peers.$$peer $$way; done; done
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.peers.plain
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.peers.ours
 	$(VENV)/bin/python -m benchmarks.peers
+	$(VENV)/bin/python -m benchmarks.mislabels peers
 	$(VENV)/bin/python -m benchmarks.peers.interleaved
+	$(VENV)/bin/python -m benchmarks.peers.page
 
 # Pages are tested in a real browser. Where it is missing and may be installed, it is.
 browser:
@@ -106,4 +133,4 @@ $(PEERS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints.tx
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .venv-audit $(PEERS:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) .venv-audit .venv-dist .venv-matrix dist docs/_build $(PEERS:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

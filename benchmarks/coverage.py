@@ -41,7 +41,7 @@ from whence import (
     Spectrum,
 )
 from whence.demo.digits import load_digits_with_flipped_labels
-from whence.errors import SolverError, WhenceWarning
+from whence.errors import OptionError, SolverError, WhenceWarning
 from whence.preconditioners import LowRank, Preconditioned, nystrom
 from whence.progress import track
 from whence.scoring import Scorer
@@ -64,14 +64,13 @@ FEW: dict[str, Callable[[list[Any]], list[Any]]] = {
     "50 equal": lambda examples: examples[:1] * 50,
     "10 examples": lambda examples: examples[:10],
 }
+SETTINGS: tuple[float | str, ...] = (*FACTORS, *FEW)
 #: What is asked of `attribute`; "quick" is the quick answer.
 ASKED: dict[str, dict[str, Any]] = {
     "cg": {"solver": "cg"},
     "lissa": {"solver": "lissa"},
     "quick": {"accuracy": "quick"},
 }
-#: LiSSA is not asked beyond this factor: it plans to take a day and more on some models there.
-LISSA_UP_TO = 10
 
 
 @dataclass(frozen=True)
@@ -214,32 +213,33 @@ def of_certain(
     rows = []
     for dtype in (torch.float32, torch.float64):
         for method in solvers:
-            covered, doubted = [], 0
+            covered, doubted, refused, passes = [], 0, 0, 0.0
             for seed in seeds:
                 inputs = problem(dtype)
                 try:
                     found = whence.attribute(
                         *inputs, task=task, damping=damping, baseline=False, seed=seed, **ASKED[method]
                     )
-                except SolverError:
-                    doubted += 1
+                except (SolverError, OptionError):
+                    refused += 1
                     continue
                 low, high = found.interval(0.95)
                 covered.append(float(((low <= exact) & (exact <= high)).double().mean()))
                 doubted += bool(found.doubts)
+                passes = max(passes, found.solve.num_term_products / len(train))
             held = sum(covered) / len(covered) if covered else math.nan
             rows.append(
                 {"work": name, "setting": setting, "dtype": str(dtype).removeprefix("torch."), "solver": method,
-                 "covered": held, "doubted": doubted / len(seeds),
-                 "passes": held >= ENOUGH or doubted == len(seeds)}
+                 "covered": held, "doubted": doubted / len(seeds), "refused": refused / len(seeds),
+                 "passes_over_data": passes, "passes": held >= ENOUGH or doubted + refused == len(seeds)}
             )  # fmt: skip
     return rows
 
 
-def on_certain_models(seeds: range, solvers: Sequence[str]) -> None:
+def on_certain_models(seeds: range, solvers: Sequence[str], settings: Sequence[float | str]) -> None:
     """Shown and saved, after every setting: LiSSA takes long where few examples carry the curvature.
 
-    Rows of other solvers that were saved with the same seeds are kept.
+    Rows of other solvers and settings that were saved with the same seeds are kept.
     """
     name = "coverage_certain" + (f"_{seeds.start}" if seeds.start else "")
     path, about = RESULTS / f"{name}.json", {"first_seed": seeds.start, "seeds": len(seeds)}
@@ -247,17 +247,17 @@ def on_certain_models(seeds: range, solvers: Sequence[str]) -> None:
     if path.exists():
         saved = json.loads(path.read_text())["results"]
         if {name: saved.get(name) for name in about} == about:
-            rows = [row for row in saved["rows"] if row["solver"] not in solvers]
+            rows = [
+                row for row in saved["rows"] if row["solver"] not in solvers or row["setting"] not in settings
+            ]
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", WhenceWarning
         )  # that estimates contradict each other, which a result doubts
         for certain in CERTAIN:
             trained = work(certain).fit(range(len(work(certain).train_set())), seeds.start).model
-            for setting in (*FACTORS, *FEW):
-                too_long = not isinstance(setting, str) and setting > LISSA_UP_TO
-                asked = [solver for solver in solvers if not (solver == "lissa" and too_long)]
-                rows += of_certain(certain, trained, setting, asked, seeds)
+            for setting in settings:
+                rows += of_certain(certain, trained, setting, solvers, seeds)
                 save(
                     name,
                     {**about, "condition_number": CERTAIN_CONDITION, "enough": ENOUGH, "rows": rows},
@@ -265,7 +265,17 @@ def on_certain_models(seeds: range, solvers: Sequence[str]) -> None:
     report(
         f"share of exact scores within 95% intervals, {CERTAIN_QUERIES} queries × {len(seeds)} seeds, last layer "
         "multiplied or data that say little",
-        ("work", "last layer ×, or data", "precision", "solver", "within", "doubted", "≥ 0.9, or doubted"),
+        (
+            "work",
+            "last layer ×, or data",
+            "precision",
+            "solver",
+            "within",
+            "doubted",
+            "refused",
+            "passes",
+            "≥ 0.9, or told",
+        ),
         [
             (
                 row["work"],
@@ -274,6 +284,8 @@ def on_certain_models(seeds: range, solvers: Sequence[str]) -> None:
                 row["solver"],
                 f"{row['covered']:.3f}",
                 f"{row['doubted']:.0%}",
+                f"{row.get('refused', 0.0):.0%}",
+                f"{row.get('passes_over_data', math.nan):,.0f}",
                 "PASS" if row["passes"] else "MISS",
             )
             for row in rows
@@ -346,13 +358,16 @@ def main() -> None:
     parser.add_argument(
         "--solvers", nargs="*", choices=list(ASKED), default=list(ASKED), help="on certain models"
     )
+    names = [str(setting) for setting in SETTINGS]
+    parser.add_argument("--settings", nargs="*", choices=names, default=names, help="of certain models")
     options = parser.parse_args()
     torch.set_num_threads(1)  # many small products
     if options.which in ("digits", "all"):
         on_digits(options.seeds)
     if options.which in ("certain", "all"):
         first = options.first_seed
-        on_certain_models(range(first, first + min(options.seeds, 3)), options.solvers)
+        chosen = [each for each in SETTINGS if str(each) in options.settings]
+        on_certain_models(range(first, first + min(options.seeds, 3)), options.solvers, chosen)
     if options.which in ("larger", "all"):
         whence.keep_freed_memory()
         on_larger_models()

@@ -2,15 +2,17 @@
 
     python -m benchmarks.foretold [NAME …]
 
-Wall-clock seconds of one thread, both sides one after the other, so a machine that does other things disturbs them.
+Seconds of the processor, one thread, on both sides: `whence plan` tells those of the clock, which other jobs disturb.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from time import perf_counter
+from collections.abc import Sequence
+from time import process_time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -19,7 +21,7 @@ from benchmarks.timing import RESULTS, environment, report
 from benchmarks.works import Work, work
 from whence import GaussNewton, Options, attribute, estimate_spectrum
 from whence.attribution.budget import way_for
-from whence.attribution.cost import forecast
+from whence.attribution.cost import forecast, spectrum_terms
 from whence.attribution.damping import first_damping, metric_of
 from whence.attribution.planning import choice_for
 from whence.solvers.plan import Plan
@@ -37,24 +39,25 @@ def measure(of: Work) -> dict[str, Any]:
         ("quick", Options(accuracy="quick", baseline=False)),
         ("default", Options(baseline=False)),
     ):
-        begun = perf_counter()
+        begun = process_time()
         gnh = GaussNewton(model, of.task, train)
-        gnh = gnh.in_metric(metric_of(gnh, None, options))
         way = way_for(gnh, len(asked), options)
         plan = solver = None
         if not way.factored:
-            spectrum = estimate_spectrum(gnh, generator=options.generator(1), terms=options.spectrum_terms)
+            gnh = gnh.in_metric(metric_of(gnh, None, options))
+            terms = spectrum_terms(gnh, len(asked), options)
+            spectrum = estimate_spectrum(gnh, generator=options.generator(1), terms=terms)
             damping, _ = first_damping(options.damping, None, spectrum, gnh)
             solver = choice_for(gnh, spectrum, damping, len(asked), options).best
             plan = Plan.tuned(spectrum, damping, num_terms=gnh.num_terms, chains=options.chains)
         told = forecast(gnh, way, options, queries=len(asked), plan=plan, solver=solver)
-        planning = perf_counter() - begun
-        begun = perf_counter()
+        planning = process_time() - begun
+        begun = process_time()
         result = attribute(model, train, asked, task=of.task, options=options)
         found[name] = {
             "solver": result.solve.solver,
             "foretold": told.seconds,
-            "taken": perf_counter() - begun,
+            "taken": process_time() - begun,
             "planning": planning,
         }
     return found
@@ -65,8 +68,14 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"by default {', '.join(NAMES)}")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    with patch("whence.attribution.cost.perf_counter", process_time):
+        tell(options.names or NAMES)
+
+
+def tell(names: Sequence[str]) -> None:
+    """Measure, keep and print."""
     found = json.loads(PATH.read_text()) if PATH.exists() else {"works": {}}
-    for name in options.names or NAMES:
+    for name in names:
         found["works"][name] = measure(work(name))
         found["environment"] = environment()
         PATH.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,5 +1,8 @@
 """Which labels are wrong? Self-influence beside plain loss and gradient norm, with one label in ten flipped.
 
+`peers` compares `whence.clean` on the digits with the self-influence that peers gave at their defaults
+(``--mislabels`` of their scripts).
+
 Two classifiers are trained on data with wrong labels in them: a small network on scikit-learn's digits, a convolutional
 one on 5,000 images of CIFAR-10. Counted is the share of the flipped labels among the tenth, and the fifth, of the
 training examples that look most suspicious. On digits, exact self-influence of every example, by conjugate gradients,
@@ -10,18 +13,22 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.peers.answers import Answers, kept
+from benchmarks.peers.asking import MISLABELLED
+from benchmarks.peers.roster import ROSTER
 from benchmarks.timing import report, save
+from benchmarks.works import flip, mislabelled, mislabelled_digits
 from reproduction.assets import cifar10
-from whence import Classification, Damped, Estimate, GaussNewton, estimate_spectrum, keep_freed_memory
-from whence.demo.digits import TRAIN, train_digits
+from whence import Classification, Damped, Estimate, GaussNewton, clean, estimate_spectrum, keep_freed_memory
+from whence.demo.digits import TRAIN
 from whence.preconditioners import nystrom
 from whence.progress import track
 from whence.scoring.self_influence import self_influence
@@ -29,9 +36,9 @@ from whence.solvers import ConjugateGradient
 from whence.solvers.plan import auto_damping
 from whence.validation import detection_curve
 
-FLIPPED = 0.1
 INSPECTED = (0.1, 0.2)
 SELF, EXACT, LOSS, NORM = "self-influence, rank {}", "self-influence, exact", "loss", "gradient norm"
+OURS, LESS = "whence.clean", "whence less it, 10%"
 
 
 @dataclass(frozen=True)
@@ -49,13 +56,6 @@ class Trained:
         return accuracy(self.model, *self.train.tensors)
 
 
-def flip(labels: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Labels of which every tenth is another one, and which these are."""
-    wrong = torch.rand(len(labels), generator=generator) < FLIPPED
-    shift = torch.randint(1, classes, (len(labels),), generator=generator)
-    return torch.where(wrong, (labels + shift) % classes, labels), wrong
-
-
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     guesses = torch.cat([model(part).argmax(1) for part in x.split(500)])
@@ -63,15 +63,9 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def digits(seed: int) -> Trained:
-    from sklearn.datasets import load_digits
-
-    bunch, generator = load_digits(), torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(bunch.data), generator=generator)
-    x, y = torch.tensor(bunch.data, dtype=torch.float32)[order] / 16, torch.tensor(bunch.target)[order]
-    labels, wrong = flip(y[:TRAIN], 10, generator)
-    train = TensorDataset(x[:TRAIN], labels)
-    model = train_digits(train, seed=seed)
-    return Trained(model, train, wrong, accuracy(model, x[TRAIN:], y[TRAIN:]))
+    data, wrong = mislabelled_digits(seed)
+    model = mislabelled(seed).fit(range(len(wrong)), seed).model
+    return Trained(model, TensorDataset(*data.train), wrong, accuracy(model, *data.test))
 
 
 def images(seed: int, count: int = 5000, epochs: int = 12) -> Trained:
@@ -157,6 +151,45 @@ def measure(trained: Trained, *, rank: int, terms: int, exact: bool) -> dict[str
     return results
 
 
+def beside_peers(seeds: Sequence[int]) -> dict[str, Any]:
+    """Shares of the flipped labels found by `clean` and by peers: means over the seeds, with their standard errors."""
+    shares: dict[str, list[dict[str, float]]] = {}
+    for seed in seeds:
+        trained = digits(seed)
+        begun = time.process_time()
+        own = clean(trained.model, trained.train, task=Classification()).found
+        spent = {OURS: time.process_time() - begun}
+        suspicions = {OURS: own.values, LOSS: own.losses, NORM: own.norms}
+        for peer, entry in ROSTER.items():
+            if (path := kept(peer, mislabelled(seed).name)).exists():
+                answers = Answers.load(path)
+                suspicions[entry.words] = answers.answers[0].scores[0]
+                spent[entry.words] = answers.seconds + answers.answers[0].seconds
+        ours = detection_curve(own.values, trained.wrong).found(INSPECTED[0])
+        for name, suspicion in suspicions.items():
+            curve = detection_curve(suspicion, trained.wrong)
+            found = {f"{share:.0%} inspected": curve.found(share) for share in INSPECTED}
+            less = {} if name == OURS else {LESS: ours - curve.found(INSPECTED[0])}
+            known = {"CPU s": spent[name]} if name in spent else {}
+            shares.setdefault(name, []).append({**found, **less, "area": curve.area, **known})
+    return {
+        name: {column: asdict(Estimate.from_samples([row[column] for row in rows])) for column in rows[0]}
+        for name, rows in shares.items()
+    }
+
+
+def show_beside(found: dict[str, Any]) -> None:
+    columns = (*(f"{share:.0%} inspected" for share in INSPECTED), LESS, "area", "CPU s")
+    rows = [
+        (
+            name,
+            *(f"{each[c]['value']:.3f} ± {each[c]['stderr']:.3f}" if c in each else "" for c in columns),
+        )
+        for name, each in found.items()
+    ]
+    report("digits, one label in ten flipped: shares of them found", ("", *columns), rows)
+
+
 def show(name: str, runs: list[dict[str, Any]]) -> None:
     rows = []
     for measure_name in runs[0]["found"]:
@@ -184,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.mislabels", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("part", nargs="?", default="all", choices=["digits", "cifar10", "all"])
+    parser.add_argument("part", nargs="?", default="all", choices=["digits", "cifar10", "peers", "all"])
     parser.add_argument("--seeds", type=int, default=3, help="flips and trainings on digits (3)")
     parser.add_argument("--images", type=int, default=5000, help="of CIFAR-10 (5000)")
     parser.add_argument(
@@ -204,6 +237,10 @@ def main() -> None:
         ],
         "cifar10": lambda: [measure(images(0, count), rank=options.rank, terms=terms, exact=False)],
     }
+    if options.part == "peers":
+        found = beside_peers(range(MISLABELLED))
+        show_beside(found)
+        save("mislabels_peers", {"seeds": MISLABELLED, "found": found})
     for name, make in parts.items():
         if options.part not in (name, "all"):
             continue

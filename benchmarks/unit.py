@@ -16,7 +16,7 @@ from benchmarks.timing import report, save
 from benchmarks.works import Work, work
 from whence import attribute
 
-NAMES, TOP = ("digits", "cancer", "mnist", "llama"), 20
+NAMES, TOP = ("digits", "cancer"), 20
 
 
 def measure(of: Work) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,18 @@ from torch.nn import functional as F
 from whence import Classification, LanguageModeling, Regression
 from whence.tasks import Task
 
-__all__ = ["WORKS", "Trained", "Work", "work"]
+__all__ = [
+    "WORKS",
+    "Checkpoint",
+    "Trained",
+    "Work",
+    "flip",
+    "mean_loss",
+    "mean_loss_of",
+    "mislabelled",
+    "mislabelled_digits",
+    "work",
+]
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,10 @@ class Data:
     test: tuple[Tensor, ...]
 
 
+#: A model's state, and the learning rate of the step that led there.
+Checkpoint = tuple[dict[str, Tensor], float]
+
+
 @dataclass(frozen=True)
 class Trained:
     """A trained model, and what is known of its training.
@@ -40,11 +55,13 @@ class Trained:
         model: in evaluation mode.
         optimizer: as it was after the last step.
         rates: the learning rate of every step.
+        checkpoints: the model's state at some steps, with the learning rate there; only where they were asked for.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     rates: tuple[float, ...]
+    checkpoints: tuple[Checkpoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,8 +109,11 @@ class Work:
             return [{"input_ids": row} for row in tensors[0]]
         return list(zip(*tensors, strict=True))
 
-    def fit(self, subset: Sequence[int], seed: int) -> Trained:
-        """Train on these examples: as many epochs as for all of them, so fewer steps."""
+    def fit(self, subset: Sequence[int], seed: int, *, checkpoints: int = 0) -> Trained:
+        """Train on these examples: as many epochs as for all of them, so fewer steps.
+
+        Kept are so many ``checkpoints`` as far from each other as can be, the last of them of the trained model.
+        """
         chosen = torch.tensor(list(subset))
         tensors = [tensor[chosen] for tensor in self.data().train]
         with torch.random.fork_rng(devices=[]):
@@ -103,6 +123,7 @@ class Work:
         order = torch.Generator().manual_seed(seed)
         steps = self.epochs * -(-len(chosen) // self.batch)
         base, rates = [group["lr"] for group in optimizer.param_groups], list[float]()
+        stops, kept = {-(-steps * (i + 1) // checkpoints) for i in range(checkpoints)}, list[Checkpoint]()
         for _ in range(self.epochs):
             for positions in torch.randperm(len(chosen), generator=order).split(self.batch):
                 if self.cosine:
@@ -110,21 +131,16 @@ class Work:
                     for group, rate in zip(optimizer.param_groups, base, strict=True):
                         group["lr"] = rate * falling
                 optimizer.zero_grad()
-                self._loss(model, [tensor[positions] for tensor in tensors]).backward()
+                mean_loss(model, self.task, [tensor[positions] for tensor in tensors]).backward()
                 if math.isfinite(self.clip):
                     nn.utils.clip_grad_norm_(model.parameters(), self.clip)
                 optimizer.step()
                 rates.append(optimizer.param_groups[0]["lr"])
-        return Trained(model.eval(), optimizer, tuple(rates))
-
-    def _loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
-        if isinstance(self.task, LanguageModeling):
-            logits = model(input_ids=batch[0], use_cache=False).logits
-            return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
-        outputs = model(batch[0])
-        if isinstance(self.task, Regression):
-            return (outputs - batch[1]).square().sum(1).mean() / (2 * self.task.variance)
-        return F.cross_entropy(outputs, batch[1])
+                if len(rates) in stops:
+                    kept.append(
+                        ({name: part.clone() for name, part in model.state_dict().items()}, rates[-1])
+                    )
+        return Trained(model.eval(), optimizer, tuple(rates), tuple(kept))
 
     def __call__(self, subset: Sequence[int], seed: int) -> nn.Module:
         """As `whence.validation.retrain` asks."""
@@ -132,6 +148,21 @@ class Work:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return work, (self.name,)
+
+
+def mean_loss(model: nn.Module, task: Task, batch: Sequence[Tensor]) -> Tensor:
+    """What works are trained on: the mean over a batch's examples, or over a language model's tokens."""
+    if isinstance(task, LanguageModeling):
+        logits = model(input_ids=batch[0], use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
+    return mean_loss_of(model(batch[0]), batch[1], task)
+
+
+def mean_loss_of(outputs: Tensor, targets: Tensor, task: Task) -> Tensor:
+    """The same from outputs, where they are one row per example."""
+    if isinstance(task, Regression):
+        return (outputs - targets).square().sum(-1).mean() / (2 * task.variance)
+    return F.cross_entropy(outputs, targets)
 
 
 def mlp(*widths: int, activation: type[nn.Module]) -> nn.Module:
@@ -159,6 +190,31 @@ def _clean_digits() -> Data:
 
     digits = load_digits_with_flipped_labels()
     return Data((digits.train.tensors[0], digits.true_labels), digits.test.tensors)
+
+
+#: Of labels, in data for finding wrong ones.
+FLIPPED = 0.1
+
+
+def flip(labels: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Labels of which every tenth is another one, and which these are."""
+    wrong = torch.rand(len(labels), generator=generator) < FLIPPED
+    shift = torch.randint(1, classes, (len(labels),), generator=generator)
+    return torch.where(wrong, (labels + shift) % classes, labels), wrong
+
+
+@cache
+def mislabelled_digits(seed: int) -> tuple[Data, Tensor]:
+    """Digits with one label in ten flipped, and which; all is drawn from the seed."""
+    from sklearn.datasets import load_digits
+
+    from whence.demo.digits import TRAIN
+
+    bunch, generator = load_digits(), torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(bunch.data), generator=generator)
+    x, y = torch.tensor(bunch.data, dtype=torch.float32)[order] / 16, torch.tensor(bunch.target)[order]
+    labels, wrong = flip(y[:TRAIN], 10, generator)
+    return Data((x[:TRAIN], labels), (x[TRAIN:], y[TRAIN:])), wrong
 
 
 @cache
@@ -432,6 +488,11 @@ _LIST = [
 
 #: By name.
 WORKS: dict[str, Work] = {each.name: each for each in _LIST}
+
+
+def mislabelled(seed: int) -> Work:
+    """The digits with one label in ten flipped; not one of `WORKS`, since nothing is retrained."""
+    return replace(WORKS["digits"], name=f"mislabelled-{seed}", data=lambda: mislabelled_digits(seed)[0])
 
 
 def work(name: str) -> Work:

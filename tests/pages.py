@@ -16,6 +16,7 @@ from torch import nn
 
 from whence import Attribution, Classification, Exhibit, attribute
 from whence.attribution import Row
+from whence.attribution.checkpoint import Checkpoint
 from whence.attribution.page import SHOWN
 from whence.report.checks import Check, Comparison, Validation
 from whence.spectrum import Estimate
@@ -315,5 +316,33 @@ def hostile_report() -> Attribution:
     )
 
 
+def checkpoints_report() -> Attribution:
+    """The text report as a mean over four checkpoints, one of them with a name that tries to break the page."""
+    result = text_report(validation=None)
+    queries, scored = result.chain_scores.shape[1:]
+    names = ("seeds/0", "seeds/1", SCRIPT, HEBREW)
+    each = [
+        Checkpoint(
+            name=name,
+            model=f"Transformer {k}",
+            solver="cg",
+            damping=2.51 * (k + 1),
+            damping_words="λ was found.",
+            converged=torch.tensor([True, True, k > 0]),
+            residual=torch.full((queries,), 0.01 * (k + 1)),
+            losses=torch.full((queries,), 1.3 + 0.1 * k),
+        )
+        for k, name in enumerate(names)
+    ]
+    solve = replace(result.solve, solver="cg", paths=torch.zeros(0, 0, queries))
+    errors = torch.full((queries, scored), 0.01, dtype=torch.float64)
+    return replace(result, solve=solve, checkpoints=tuple(each), solver_errors=errors)
+
+
 #: Name -> how to make it.
-REPORTS = {"text": text_report, "image": image_report, "hostile": hostile_report}
+REPORTS = {
+    "text": text_report,
+    "image": image_report,
+    "hostile": hostile_report,
+    "checkpoints": checkpoints_report,
+}

@@ -25,7 +25,7 @@ from whence import (
 )
 from whence.attribution.page import accuracy_words
 from whence.cleaning import load_cleaning
-from whence.errors import WhenceWarning
+from whence.errors import OptionError, WhenceWarning
 from whence.scoring import Scorer
 from whence.tasks import Batch, Task
 from whence.validation.verdicts import solver_check
@@ -224,6 +224,18 @@ def test_equal_examples_have_intervals_that_hold_or_are_doubted(count: int, solv
     found = asked(model, same, solver, queries=1)
     assert covered(found, model, same, queries=1) == 1.0 or "common start" in found.doubts[0]
     assert bool(found.doubts) == (solver == "lissa")
+
+
+def test_a_plan_of_lissa_for_days_is_refused_before_it_begins() -> None:
+    model, data = sure_but_for_two()
+    options = {"task": Classification(), "damping": "lambda_max/300", "baseline": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WhenceWarning)
+        with pytest.raises(
+            OptionError, match=r"LiSSA would go over the data [\d,]{5,} times.*gradients \d times"
+        ):
+            attribute(model, data, data[:3], solver="lissa", **options)
+        assert attribute(model, data, data[:3], **options).solve.solver == "cg"
 
 
 def test_a_query_that_has_no_gradient_left_is_doubted_by_its_number() -> None:

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
 import whence
-from tiny_hf import classifier_directory, gpt2_directory, vit_directory
+from tiny_hf import classifier_directory, gpt2_directory, pieces_with_fallback, vit_directory
 from whence.cli import app
 from whence.runs import Run
 
@@ -296,3 +296,53 @@ def test_a_run_of_an_older_format(place: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "manifest.json").write_text(json.dumps({**manifest, "format": 0}))
     assert "format 0" in invoke("attribute", *job, code=2).stderr
     assert "format 0" in invoke("report", tmp_path / "run", code=2).stderr
+
+
+def test_several_checkpoints_are_averaged_and_one_is_added_later(place: Path, tmp_path: Path) -> None:
+    seeds = [gpt2_directory(tmp_path / f"seed{seed}", seed=seed) for seed in (1, 2)]
+    rest = ["--train", place / "train.jsonl", "--queries", place / "queries.jsonl", *FAST]
+    invoke("attribute", seeds[0], place / "model", *rest, "--run-dir", tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoint-*/result.json")}
+    assert len(before) == 2
+    job = [*rest, "--run-dir", tmp_path / "run"]
+    printed = invoke("attribute", place / "model", *seeds, *job).stdout
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    result = whence.load(tmp_path / "run")
+    assert {each.name for each in result.checkpoints} == {str(path) for path in (place / "model", *seeds)}
+    assert result.dominant_error in printed
+    assert "another model" in printed
+    assert "scores of 3 checkpoints correlate" in " ".join(printed.split())
+    assert result.dominant_error in (tmp_path / "run" / "report.html").read_text()
+    assert result.token_scores
+    shares = result.token_scores[0, result.top(1)[0].index]
+    assert sum(shares) == pytest.approx(result.top(1)[0].score, rel=1e-3)
+    again = json.loads(invoke("resume", tmp_path / "run", "--trust-run", "--json").stdout)["queries"][0]
+    row = result.top(1)[0]
+    assert again["helpful"][0]["score"] == row.score
+    assert again["helpful"][0]["another_high"] == row.another_high
+    assert again["dominant_error"] == result.dominant_error
+    assert "seed2" in invoke("resume", tmp_path / "run", code=2).stderr
+    assert "means over 3 checkpoints" in invoke("validate", tmp_path / "run", "--trust-run", code=2).stderr
+
+
+def test_models_that_are_no_checkpoints_of_one_training_are_refused(place: Path, tmp_path: Path) -> None:
+    gpt2_directory(tmp_path / "other", tokenizer=pieces_with_fallback())
+    rest = ["--train", place / "train.jsonl", "--queries", place / "queries.jsonl", *FAST]
+    said = invoke("attribute", place / "model", tmp_path / "other", *rest, code=2).stderr
+    assert "have another tokenizer" in said.replace("\n", " ")
+    assert "named twice" in invoke("attribute", place / "model", place / "model", *rest, code=2).stderr
+    recipe = ["--training", "optimizer=sgd,rate=0.1,steps=10"]
+    assert "for one model" in invoke("attribute", place / "model", *rest, *recipe, *recipe, code=2).stderr
+
+
+def test_each_checkpoint_has_a_recipe_of_its_own(place: Path, tmp_path: Path) -> None:
+    gpt2_directory(tmp_path / "model", seed=1)
+    rest = ["--train", place / "train.jsonl", "--queries", place / "queries.jsonl", "--max-length", "24"]
+    recipes = [f"optimizer=sgd,rate=0.01,steps={steps}" for steps in (100, 200)]
+    training = [part for recipe in recipes for part in ("--training", recipe)]
+    models = [place / "model", tmp_path / "model"]
+    job = [*models, *rest, *training, "--accuracy", "quick", "--run-dir", tmp_path / "run"]
+    invoke("attribute", *job)
+    words = {each.name: each.damping_words for each in whence.load(tmp_path / "run").checkpoints}
+    assert "τ = 1 " in words[str(models[0])]
+    assert "τ = 2 " in words[str(models[1])]

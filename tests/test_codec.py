@@ -38,6 +38,7 @@ from whence.runs.files import (
     read_tree,
     write_tree,
 )
+from whence.runs.fingerprint import of_value
 from whence.vectors import ParamVector
 
 
@@ -230,3 +231,10 @@ def test_no_more_memory_is_taken_than_the_file_has_numbers() -> None:
     ):
         with pytest.raises(RunDirectoryError):
             decode(Tensor, huge | changes, {})
+
+
+def test_a_number_cut_out_of_a_larger_tensor_is_written_and_recognised(tmp_path: Path) -> None:
+    """A single number counts as contiguous whatever its stride, which no view of bytes accepts."""
+    cut = torch.zeros(34).as_strided((1,), (17,))
+    assert same(round_trip(cut, Tensor, tmp_path / "cut"), torch.zeros(1))
+    assert of_value(cut) == of_value(torch.zeros(1))

@@ -13,6 +13,7 @@ from torch import nn
 import whence
 from dense import dense_gauss_newton
 from whence import Classification, GaussNewton, Options, ParamVector, attribute, load, validate
+from whence.attribution import strain
 from whence.attribution.damping import GUESS, RECIPE, STRAIN, first_damping, metric_of, raise_for
 from whence.attribution.stability import measure_stability
 from whence.attribution.strain import PROBES, measure_strain
@@ -226,6 +227,27 @@ def test_the_strain_is_that_of_dense_solves(damping: float) -> None:
     assert by_factors == pytest.approx(float(own[order][middles].mean() * w.square().sum().sqrt()))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_handful_that_carries_the_gradients_is_not_missed_among_many(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six of 600 examples have wrong labels, and the model is certain of all others."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(600, 4, generator=random) + 3 * torch.tensor([1.0, 0, 0, 0])
+    x[::2, 0] *= -1
+    y = torch.arange(600) % 2
+    wrong = torch.randperm(600, generator=random)[:6]
+    y[wrong] = 1 - y[wrong]
+    model = nn.Linear(4, 2).eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[-1.5, 0.1, 0.0, 0.0], [1.5, 0.0, 0.1, 0.0]]))
+        model.bias.zero_()
+    gnh = GaussNewton(model, TASK, [(row, int(label)) for row, label in zip(x, y, strict=True)])
+    whole = measure_strain(gnh, 0.01, generator=random)
+    monkeypatch.setattr(strain, "AMONG", 24)
+    assert measure_strain(gnh, 0.01, generator=random) == pytest.approx(whole, rel=0.25)
+
+
 def test_the_strain_of_examples_without_gradients_is_zero() -> None:
     class Dead(nn.Module):
         def __init__(self) -> None:
@@ -263,9 +285,9 @@ def test_a_model_certain_of_all_but_a_few_examples_gets_more_damping() -> None:
         metric = metric_of(
             gnh, None if training is None else whence.Training.read(training, model), Options()
         )
-        strain = measure_strain(gnh.in_metric(metric), first, generator=torch.Generator())
-        assert strain > STRAIN
-        assert result.solve.plan.damping == pytest.approx(first * raise_for(strain), rel=0.02)
+        found = measure_strain(gnh.in_metric(metric), first, generator=torch.Generator())
+        assert found > STRAIN
+        assert result.solve.plan.damping == pytest.approx(first * raise_for(found), rel=0.02)
         assert "first-order theory" in result.solve.damping_words
         quick = attribute(model, train, train[4:6], task=TASK, training=training, accuracy="quick")
         assert quick.solve.plan.damping > first

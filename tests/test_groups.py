@@ -209,7 +209,7 @@ def test_units_need_lengths_which_can_be_asked_for(model: nn.Module) -> None:
         result.top(1, by="unit")
     with pytest.raises(OptionError, match="'score' or by 'unit'"):
         result.top(1, by="size")
-    known = ask(model, accuracy="quick", norms=True, method="gradients")
+    known = ask(model, accuracy="quick", norms=True)
     other = ask(model, solver="cg", method="gradients")
     assert known.norms is not None
     assert other.norms is not None

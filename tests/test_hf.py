@@ -14,7 +14,7 @@ from torch import nn
 import whence
 from small import generator
 from tests.tiny_hf import CHAT, byte_level
-from whence.errors import DataError, ModelError
+from whence.errors import DataError, ModelError, OptionError
 from whence.model.selection import select_parameters
 from whence.sources import load_model
 from whence.sources.models import task_of
@@ -242,6 +242,25 @@ def test_a_classifier(tmp_path: Path) -> None:
     assert result.scores.shape == (2, 12)
     assert result.queries[1].label == "dogs"
     assert "prompt" not in hf.Collated(trainer.train_dataset, trainer)[0]
+    compared = hf.attribute(trainer, [rows[0] | {"contrast": 2}], damping=1.0, groups="source")
+    assert compared.queries[0].asked == "why “cats” rather than “logs”"
+    assert compared.groups().sizes.tolist() == [12]
+
+
+def test_queries_may_have_a_contrast_and_rows_a_group(trainer: Any) -> None:
+    query = [QUERY[0] | {"contrast": " log"}]
+    animals = [row["prompt"].split()[1] for row in ROWS]
+    result = hf.attribute(trainer, query, damping=1.0, groups=animals)
+    assert result.queries[0].contrast == " log"
+    assert result.queries[0].asked == "why “mat” rather than “log”"
+    alone = [hf.attribute(trainer, [{"prompt": QUERY[0]["prompt"], "completion": said}], damping=1.0)
+             for said in (" mat", " log")]  # fmt: skip
+    difference = alone[0].query_losses - alone[1].query_losses
+    torch.testing.assert_close(result.query_losses, difference, rtol=1e-4, atol=1e-5)
+    expected = alone[0].scores - alone[1].scores
+    assert float((result.scores - expected).norm() / expected.norm()) < 0.3
+    assert result.groups().names == ("cat", "dog", "mat", "log")
+    assert result.groups().sizes.tolist() == [animals.count(name) for name in ("cat", "dog", "mat", "log")]
 
 
 def test_streams_need_a_number(trainer: Any, tmp_path: Path) -> None:
@@ -322,3 +341,39 @@ def test_adapters_without_their_base_are_refused(tmp_path: Path) -> None:
 def test_task_of_what_is_no_hugging_face_model() -> None:
     with pytest.raises(ModelError, match="task="):
         task_of(nn.Linear(2, 2))
+
+
+def test_trainers_of_several_seeds_are_averaged(trainer: Any, tmp_path: Path) -> None:
+    other = tuned(tmp_path, model=llama(1))
+    result = hf.attribute([trainer, other], QUERY, damping="auto")
+    alone = [hf.attribute(each, QUERY, damping="auto") for each in (trainer, other)]
+    torch.testing.assert_close(result.scores, (alone[0].scores + alone[1].scores) / 2)
+    assert {each.damping for each in result.checkpoints} == {each.solve.plan.damping for each in alone}
+    assert trainer.model.training
+    assert other.model.training
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_points_of_one_training_are_averaged(tmp_path: Path, adapter: bool) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM") if adapter else None
+    trainer = tuned(tmp_path, peft_config=config, save_strategy="steps", save_steps=2)
+    places = [tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"]
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    result = hf.attribute(trainer, QUERY, checkpoints=places)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.model.state_dict().items())
+    parts = {each.name: part for each, part in zip(result.checkpoints, result.chain_scores, strict=True)}
+    last = hf.attribute(trainer, QUERY, training=str(places[1]))
+    torch.testing.assert_close(parts[str(places[1])], last.scores)
+    assert not torch.allclose(parts[str(places[0])], last.scores, rtol=1e-2)
+    words = {each.name: each.damping_words for each in result.checkpoints}
+    assert len(set(words.values())) == 2  # each with a recipe of its own
+    with pytest.raises(ModelError, match=r"weights in .* cannot be loaded"):
+        hf.attribute(trainer, QUERY, checkpoints=[places[0], tmp_path])
+    with pytest.raises(OptionError, match="a list of directories"):
+        hf.attribute(trainer, QUERY, checkpoints=str(places[0]))
+
+
+@pytest.mark.parametrize("trainer", [None, 5, "trainer", nn.Linear(2, 2), object(), [None]], ids=repr)
+def test_what_is_no_trainer_is_refused(trainer: Any) -> None:
+    with pytest.raises(ModelError, match=r"give a transformers\.Trainer"):
+        hf.attribute(trainer, QUERY)

@@ -17,7 +17,7 @@ from small import DOUBLE, evaluated, generator
 from test_untouched import state, used_model
 from whence import Classification, GaussNewton, LanguageModeling
 from whence.errors import ModelError
-from whence.model.layers import ExampleGradients, Passed, matrices
+from whence.model.layers import Call, ExampleGradients, Passed, matrices
 from whence.model.network import Network
 from whence.preconditioners.ekfac import ekfac
 from whence.scoring import Scorer
@@ -625,19 +625,34 @@ def test_few_examples_gradients_are_held_at_a_time(monkeypatch: pytest.MonkeyPat
     largest = max(p.numel() * p.element_size() for p in gnh.network.parameters.values())
     directions, everything = gnh.zeros(2).randn_like(generator()), torch.arange(len(gnh.terms))
     together = Scorer(gnh, directions, method="layers", norms=True).score_with_norms(everything)
-    sizes = []
-    passes = ExampleGradients.passes
+    plain = Scorer(gnh, directions, method="layers").score(everything)
+    factors = ekfac(gnh, 1.0, generator=generator())
+    sizes: list[tuple[int, int]] = []
+    of_few = Call.of_few
 
-    def noting(self: ExampleGradients, batch: Batch, *rest: Any, **more: Any) -> Any:
-        sizes.append(batch.size)
-        return passes(self, batch, *rest, **more)
+    def noting(self: Call, numbers: int) -> Any:
+        for few in of_few(self, numbers):
+            sizes.append((numbers, len(few.gradient)))
+            yield few
 
-    monkeypatch.setattr(ExampleGradients, "passes", noting)
+    monkeypatch.setattr(Call, "of_few", noting)
+    monkeypatch.setattr("whence.model.layers._MOVING", -1000)  # no products without gradients
     monkeypatch.setattr("whence.model.layers._AT_ONCE", 3 * largest + 1)
+
+    def held() -> int:
+        """The most examples whose gradients of the largest parameter were there together, since last asked."""
+        most = max(sizes)
+        sizes.clear()
+        return most[1]
+
     found = Scorer(gnh, directions, method="layers", norms=True).score_with_norms(everything)
-    assert max(sizes) == 3
+    assert held() == 3
     for mine, theirs in zip(found, together, strict=True):
         torch.testing.assert_close(mine, theirs)
-    sizes.clear()
-    ekfac(gnh, 1.0, generator=generator())
-    assert max(sizes) == 3
+    torch.testing.assert_close(Scorer(gnh, directions, method="layers").score(everything), plain)
+    assert held() == 3
+    again = ekfac(gnh, 1.0, generator=generator())
+    # weight and bias are one matrix, of which fewer fit
+    assert held() == 2
+    for mine, theirs in zip(again.blocks, factors.blocks, strict=True):
+        torch.testing.assert_close(mine.eigenvalues, theirs.eigenvalues)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -152,8 +153,8 @@ def test_too_small_a_batch_is_answered_by_a_larger_one_aloud() -> None:
     assert "|B| = " in solution.stats.events[-1]
 
 
-@pytest.mark.parametrize(("escape", "kept"), [("batch", 2), ("step", 0)])
-def test_chains_that_are_done_are_kept_unless_the_step_was_too_long(escape: str, kept: int) -> None:
+@pytest.mark.parametrize("escape", ["batch", "step"])
+def test_chains_that_are_done_go_on_from_their_averages_unless_the_step_was_too_long(escape: str) -> None:
     A, g = counterexample(), right_hand_side(8)
     plan = exact_plan(A)
     system = Damped(A, DAMPING)
@@ -165,17 +166,70 @@ def test_chains_that_are_done_are_kept_unless_the_step_was_too_long(escape: str,
     if escape == "step":  # H is the identity: the plan's step is not too long, and 2.5 times that is
         state.plan = plan.replace(step_size=2.5 * plan.step_size)
     state.chain.iterate.copy_(g.clone().scale_(1e6 * float(state.radius.max())))
-    with pytest.warns(WhenceWarning, match="this chain again" if kept else "all chains again"):
+    back = 1 - 1 % solver._part(plan)
+    with pytest.warns(
+        WhenceWarning, match=rf"Going on from step {back} .*{'anew' if escape == 'step' else ''}"
+    ):
         solver.step(system, g, state)
-    assert state.finished == done[:kept]
-    assert len(state.paths) == kept
-    assert state.chain is None
+    assert state.finished == []
+    assert state.halfway == (done if escape == "batch" else [])
+    assert len(state.paths) == 1
+    assert state.chain is not None
+    assert state.chain.step == (back if escape == "batch" else 0)
     _to_the_end(solver, system, g, state)
     solution = solver.finish(system, g, state)
     assert len(solution.chains) == plan.chains
+    assert {len(path) for path in state.paths} == {state.plan.num_steps}
     assert bool(solution.converged)
-    if kept:
-        assert state.products - products == 1 + (plan.chains - kept) * plan.num_steps
+    if escape == "batch":
+        tails = len(done) * len(solver.averaged(plan))
+        rest = (plan.chains - len(done)) * plan.num_steps - back
+        assert state.products - products == 1 + tails + rest
+
+
+@pytest.mark.parametrize("where", ["before the tail", "in the tail"])
+def test_a_path_goes_back_to_the_last_place_that_was_kept(where: str) -> None:
+    A, g = finite_sum(), right_hand_side()
+    plan = exact_plan(A).replace(batch_size=20, num_steps=80)
+    solver, system = Lissa(plan), Damped(A, DAMPING)
+    state = solver.begin(system, g, generator=torch.Generator().manual_seed(0))
+    stop, back = (
+        (33, 30) if where == "before the tail" else (60, 40)
+    )  # the tail begins at step 41, parts are of 5
+    iterates = []
+    for _ in range(stop):
+        solver.step(system, g, state)
+        assert state.chain is not None
+        iterates.append(state.chain.iterate.clone())
+    state.chain.iterate.scale_(1e6)
+    with pytest.warns(WhenceWarning, match=f"Going on from step {back} "):
+        solver.step(system, g, state)
+    place = iterates[back - 1] if where == "before the tail" else ParamVector.mean(iterates[40:])
+    torch.testing.assert_close(state.chain.iterate["x"], place["x"])
+    assert (state.chain.step, len(state.paths[0]), state.plan.batch_size) == (back, back, 40)
+    _to_the_end(solver, system, g, state)
+    assert {len(path) for path in state.paths} == {80}
+    found = solver.finish(system, g, state)
+    assert bool(found.converged)
+    assert found.num_products == state.products + solver.residual_batches
+
+
+def test_the_heaviest_example_tells_how_large_a_batch_must_be() -> None:
+    """A hundred examples of curvature 1, one of 400 beside them: η is about 1/5, and one of 80 must be met."""
+    x = torch.ones(100, 1, dtype=torch.float64)
+    x[3] = 20
+    data = [(row, torch.zeros(1, dtype=torch.float64)) for row in x]
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64).eval()
+    gnh = GaussNewton(model, Regression(), data)
+    system = Damped(gnh, DAMPING)
+    curvature = float(x.square().mean())
+    spectrum = Spectrum(*(Estimate(curvature),) * 3)
+    plan = Plan.from_spectrum(spectrum, DAMPING).replace(batch_size=2)
+    v = ParamVector({"weight": torch.ones(1, 1, dtype=torch.float64)})
+    batch = Damped(gnh.over(torch.tensor([3, 5])), DAMPING)
+    diverged = Divergence(v, 3, v.norm() / DAMPING, system, plan, None, batch)
+    needed = math.ceil(400 * plan.step_size)
+    assert answer(diverged, system, plan, attempt=0, recover=True).batch_size == needed > 4
 
 
 def test_a_larger_batch_is_larger_where_examples_are_drawn_whole() -> None:

@@ -32,46 +32,6 @@ def test_types_are_shipped() -> None:
     assert files("whence").joinpath("py.typed").is_file()
 
 
-def test_the_examples_of_readme_and_docs_run_as_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from digits import load, train_mlp
-
-    train_set, test_set = load()
-    subset = torch.utils.data.TensorDataset(*(t[:200] for t in train_set.tensors))
-    pages = ("README.md", "docs/solvers.md", "docs/cleaning.md", "docs/runs.md", "docs/questions.md")
-    text = "".join((ROOT / page).read_text() for page in pages)
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    blocks = [block for block in blocks if "trainer" not in block]  # tests/test_hf.py
-    assert len(blocks) >= len(pages)
-    monkeypatch.chdir(tmp_path)
-    scope = {
-        "model": train_mlp(train_set, epochs=5),
-        "train_set": subset,
-        "queries": [test_set[0], test_set[1]],
-        "fit": lambda examples, seed: train_mlp(
-            torch.utils.data.TensorDataset(
-                torch.stack([x for x, _ in examples]), torch.stack([y for _, y in examples])
-            ),
-            epochs=2,
-        ),
-    }
-    whence.attribute(
-        scope["model"],
-        subset,
-        scope["queries"],
-        task=whence.Classification(),
-        run_dir=tmp_path / "runs" / "first",
-    )
-    exec("".join(blocks), scope)
-    assert scope["similarity"].shape == (2, 2)
-    for page in ("report.html", "clean.html", "suspects.csv"):
-        assert (tmp_path / page).is_file()
-    again = whence.load(tmp_path / "elsewhere")
-    assert again.scores.shape == (2, 200)
-    assert bool((again.stderr > 0).all())
-
-
 def test_importing_whence_does_not_import_transformers() -> None:
     code = "import sys, whence; sys.exit('transformers' in sys.modules or 'sklearn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -122,3 +82,34 @@ def test_curvlinops_is_for_benchmarks_alone() -> None:
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     found = {file.relative_to(ROOT).parts[0] for file in files if importing.search(file.read_text())}
     assert found == {"benchmarks"}
+
+
+def test_a_newcomer_has_an_answer_after_three_commands(tmp_path: Path) -> None:
+    import newcomer
+
+    installs, *then = newcomer.commands()
+    assert installs.startswith("pip install ")
+    assert [command.split()[:2] for command in then] == [["whence", "plan"], ["whence", "attribute"]]
+    newcomer.prepare(tmp_path)
+    planned, answered = newcomer.follow(tmp_path, str(Path(sys.executable).with_name("whence")))
+    assert "what attribute will do" in planned
+    assert "Paris is the capital of" in answered
+    assert "most helpful" in answered
+    page = (tmp_path / "runs" / "first" / "report.html").read_text(encoding="utf-8")
+    assert "Paris is the capital of" in page
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    for file, pattern in (
+        ("pyproject.toml", r'(?m)^version = "(.+)"$'),
+        ("CITATION.cff", r"(?m)^version: (.+)$"),
+        ("CHANGELOG.md", r"(?m)^## (\d\S*)"),
+    ):
+        assert re.search(pattern, (ROOT / file).read_text())[1] == whence.__version__, file
+
+
+def test_pythons_that_are_named_are_those_that_are_required() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    assert named == ["3.10", "3.11", "3.12", "3.13"]
+    assert f'requires-python = ">={named[0]}"' in text

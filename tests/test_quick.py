@@ -32,6 +32,7 @@ from whence.errors import OptionError
 from whence.model.gauss_newton import GaussNewton
 from whence.options import Budget, Options
 from whence.preconditioners import Preconditioner
+from whence.preconditioners.ekfac import ekfac
 from whence.runs import holds
 from whence.solvers import ConjugateGradient
 from whence.solvers.factored import Factored
@@ -379,6 +380,61 @@ def test_a_model_without_readable_layers_has_one_too() -> None:
     found = attribute(Recurrent().eval(), data, data[:2], task=Classification(), accuracy="quick")
     assert bool(found.scores.isfinite().all())
     assert float(found.scores[0, 0]) > 0
+
+
+class Raw(nn.Module):
+    """A matrix, a vector and a number that belong to no layer, attention, and a layer that does have factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(6, 8) / 2)
+        self.vector = nn.Parameter(torch.randn(8) / 2)
+        self.number = nn.Parameter(torch.tensor(1.5))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(x @ self.matrix + self.vector).unsqueeze(1)
+        places = torch.cat([h, self.number * self.vector.expand_as(h)], 1)
+        return self.head(self.attention(places, places, places, need_weights=False)[0].mean(1))
+
+
+def raw() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    x = torch.randn(60, 6)
+    return Raw().eval(), list(zip(x, (x[:, :3].argmax(1)), strict=True))
+
+
+def test_what_has_no_layer_is_mixed_with_what_has() -> None:
+    model, data = raw()
+    gnh = GaussNewton(model, Classification(), data)
+    factors = ekfac(gnh, 0.1, generator=generator())
+    by_batch = {"matrix", "vector", "number"}
+    assert by_batch <= set(factors.by_batch)
+    assert not any(name.startswith("head") for name in factors.by_batch)
+    assert {name for block in factors.blocks for name in block.matrix.names} == set(gnh.zeros())
+    # of a single number, E is H's own entry
+    entry = gnh.zeros()
+    entry["number"].fill_(1.0)
+    own = next(block for block in factors.blocks if block.matrix.names == ("number",))
+    torch.testing.assert_close(
+        own.eigenvalues.reshape(()), gnh.quadratic_form(entry).float(), rtol=0.3, atol=0
+    )
+
+
+def test_a_model_with_parameters_of_no_layer_has_its_quick_answer_and_goes_on_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, data = raw()
+    settings: dict[str, Any] = {"task": Classification(), "damping": 0.1}
+    exact = attribute(model, data, data[:4], accuracy=0.9999, solver="cg", **settings)
+    quick = attribute(model, data, data[:4], accuracy="quick", **settings)
+    assert quick.solve.solver == "ekfac"
+    assert correlation(quick.scores, exact.scores) > 0.8
+    monkeypatch.setattr(budget, "HALF_A_MINUTE", 0.0)
+    further = attribute(model, data, data[:4], accuracy=0.9999, **settings)
+    assert further.solve.solver == "cg"
+    assert correlation(further.scores, exact.scores) > 0.999
 
 
 def test_a_low_precision_has_one_too() -> None:

@@ -539,3 +539,22 @@ def test_in_a_notebook_results_show_themselves(browser: Browser, tmp_path: Path)
     refused = [entry for entry in browser.get_log("browser") if "localStorage" not in entry["message"]]
     assert not refused
     browser.get_log("performance")
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_checkpoints_are_told_with_the_error_that_dominates(
+    visit: Callable[..., Browser], width: int
+) -> None:
+    result = pages.checkpoints_report()
+    page = visit("checkpoints", width=width)
+    told = page.find_element("css selector", ".guide .dominant").text
+    assert told == result.dominant_error
+    assert told.startswith("The spread between the 4 checkpoints dominates")
+    rows = page.find_elements("css selector", "table.checkpoints tbody tr")
+    assert [row.find_element("css selector", "th").text for row in rows] == [
+        each.name for each in result.checkpoints
+    ]
+    assert [row.find_elements("css selector", "td")[4].text for row in rows] == ["2 of 3", *["3 of 3"] * 3]
+    first = page.find_element("css selector", "#q0 .helpful .entry .numbers").text
+    assert "Another model" in first
+    assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")

@@ -31,7 +31,8 @@ from whence.attribution.scores import Scores
 from whence.errors import RunDirectoryError, StorageError
 from whence.exhibit import Exhibit
 from whence.runs import Run, as_json, environment
-from whence.runs.files import TEMPORARY, is_temporary, replace_file, write_bytes
+from whence.runs import files as run_files
+from whence.runs.files import TEMPORARY, checksum, is_temporary, replace_file, write_bytes
 from whence.runs.fingerprint import of_data, of_model, of_value
 from zoo import CASES, vectors
 
@@ -323,6 +324,20 @@ def test_other_examples_are_another_run(finished: tuple[Path, Attribution]) -> N
                 classifier(), train, queries, task=Classification(), run_dir=finished[0],
                 damping="lambda_max/10", solver="cg", part_size=8,
             )  # fmt: skip
+
+
+def test_loading_goes_through_nothing_but_what_it_reads(
+    finished: tuple[Path, Attribution], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone_through: list[str] = []
+
+    def noted(path: Path) -> str:
+        gone_through.append(path.name)
+        return checksum(path)
+
+    monkeypatch.setattr(run_files, "checksum", noted)
+    whence.load(finished[0])
+    assert gone_through == ["result.json"]
 
 
 def test_one_flipped_bit_of_a_finished_run_is_refused_by_the_files_name(

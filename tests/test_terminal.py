@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from whence.cli import app
+from whence.cli.app import _beside
 from whence.runs.files import TEMPORARY, write_bytes
 
 RUNNER = CliRunner()
@@ -142,3 +143,13 @@ def test_what_a_killed_process_left_beside_a_page_is_gone_after_the_next(tmp_pat
     assert len(list(tmp_path.glob(f"{TEMPORARY}*"))) == 2  # which is not theirs to delete
     write_bytes(page, b"page")
     assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, "other.html", "page.html"]
+
+
+def test_a_directory_named_like_markup_is_shown_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "[" / "bold]"
+    directory.mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert _beside(None, directory, "report.html") is None
+    assert "[/bold] is read-only" in capsys.readouterr().err

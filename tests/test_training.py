@@ -13,6 +13,7 @@ from torch import nn
 
 from whence.errors import OptionError
 from whence.training import Training
+from whence.vectors import ParamVector
 
 
 def trained(kind: Any, steps: int = 5, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -157,3 +158,12 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text("{")
     with pytest.raises(OptionError, match=r"trainer_state\.json"):
         Training.read(tmp_path)
+
+
+def test_other_moments_of_the_same_length_are_another_training() -> None:
+    first = ParamVector({"x": torch.tensor([1.0, 2.0])})
+    told = {
+        Training(0.1, 5, adaptive=True, root_moment=m).identity
+        for m in (first, first.like({"x": first["x"].flip(0)}))
+    }
+    assert len(told) == 2

@@ -71,13 +71,13 @@ def test_another_configuration_or_identity_is_refused_showing_the_differences(tm
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("form", [0, 8, "1", 10])
+@pytest.mark.parametrize("form", [0, 9, "1", 12])
 def test_another_format_is_refused(tmp_path: Path, form: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"format": form, "seed": 1, "x": math.inf}))
     before = contents(tmp_path)
     for use in (lambda: opened(tmp_path), lambda: read(tmp_path, "spectrum", Inner)):
         with pytest.raises(
-            RunDirectoryError, match=rf"of format {form!r}, .*reads format 9.*environment\.json"
+            RunDirectoryError, match=rf"of format {form!r}, .*reads format 11.*environment\.json"
         ):
             use()
     assert contents(tmp_path) == before
@@ -87,7 +87,7 @@ def test_another_format_is_refused(tmp_path: Path, form: Any) -> None:
     del tree["blake2b"]
     digest = hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=32).hexdigest()
     (tmp_path / "manifest.json").write_text(json.dumps(tree | {"blake2b": digest}))
-    with pytest.raises(RunDirectoryError, match=rf"of format {form!r}, .*reads format 9.*manifest\.json"):
+    with pytest.raises(RunDirectoryError, match=rf"of format {form!r}, .*reads format 11.*manifest\.json"):
         opened(tmp_path)
 
 

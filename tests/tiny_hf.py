@@ -54,12 +54,14 @@ def pieces_with_fallback() -> Any:
     )
 
 
-def gpt2_directory(path: Path, *, rows: int | None = None, tokenizer: Any = None, **config: Any) -> Path:
+def gpt2_directory(
+    path: Path, *, rows: int | None = None, tokenizer: Any = None, seed: int = 0, **config: Any
+) -> Path:
     """A saved GPT-2 with its tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     tokenizer = byte_level() if tokenizer is None else tokenizer
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     settings = {
         "n_positions": 32,
         "n_embd": 16,

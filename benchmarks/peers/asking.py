@@ -6,16 +6,23 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.answers import Answer, Answers, kept, versions
-from benchmarks.works import WORKS, Data, Work, work
+from benchmarks.peers.roster import ROSTER
+from benchmarks.works import WORKS, Checkpoint, Data, Work, mislabelled, work
 from whence.tasks import Task
 
-__all__ = ["Peer", "Prepared", "ask", "main", "queries"]
+__all__ = ["CHECKPOINTS", "Peer", "Prepared", "ask", "main", "queries"]
+
+
+#: Of training, for peers that want several.
+CHECKPOINTS = 5
+#: Seeds of flipped labels.
+MISLABELLED = 10
 
 
 class Prepared(Protocol):
@@ -32,25 +39,43 @@ class Prepared(Protocol):
         ...
 
 
+class SelfInfluence(Prepared, Protocol):
+    """One that also says how much every training example influences itself."""
+
+    def self_scores(self) -> Tensor:
+        """At the defaults, ``[train]``: large where a label looks wrong."""
+        ...
+
+
 @dataclass(frozen=True)
 class Peer:
     """How a peer is used.
 
     Attributes:
-        name: of its package and of its files.
-        unit: what `Prepared.scale` is, in words.
+        name: as in `benchmarks.peers.roster`.
+        package: what is installed of it; None where it is a few lines of ours.
         settings: dampings of its own, by name: its defaults and what its examples say.
-        multiples: the grid.
         prepare: does what all dampings share, for a trained model, its task and its training data.
-        tasks: what it can be asked about.
+        unit: what `Prepared.scale` is, in words.
+        multiples: the grid; empty for a method without damping.
+        mislabels: whether what ``prepare`` gives is a `SelfInfluence`.
+        checkpoints: whether ``prepare`` is given `CHECKPOINTS` of the training besides.
     """
 
     name: str
-    unit: str
+    package: str | None
     settings: Mapping[str, float | None]
-    multiples: Sequence[float]
-    prepare: Callable[[nn.Module, Task, Sequence[Tensor]], Prepared]
-    tasks: tuple[type[Task], ...]
+    prepare: Callable[..., Prepared]
+    unit: str = ""
+    multiples: Sequence[float] = ()
+    mislabels: bool = False
+    checkpoints: bool = False
+
+    def prepared(
+        self, model: nn.Module, task: Task, train: Sequence[Tensor], checkpoints: Sequence[Checkpoint]
+    ) -> Prepared:
+        """Call ``prepare`` with what it takes."""
+        return self.prepare(model, task, train, *([checkpoints] if self.checkpoints else []))
 
 
 def queries(data: Data, count: int) -> list[Tensor]:
@@ -65,9 +90,9 @@ def ask(peer: Peer, of: Work) -> Answers:
     if before is not None and before.complete:
         return before
     data = of.data()
-    trained = of.fit(range(len(data.train[0])), 1000)
+    trained = of.fit(range(len(data.train[0])), 1000, checkpoints=CHECKPOINTS if peer.checkpoints else 0)
     started = time.process_time()
-    prepared = peer.prepare(trained.model, of.task, data.train)
+    prepared = peer.prepared(trained.model, of.task, data.train, trained.checkpoints)
     answers = Answers(
         peer.name,
         of.name,
@@ -75,7 +100,7 @@ def ask(peer: Peer, of: Work) -> Answers:
         prepared.scale,
         seconds=time.process_time() - started,
         answers=() if before is None else before.answers,
-        versions=versions(peer.name, "torch", "whence"),
+        versions=versions(*([peer.package] if peer.package else []), "torch", "whence"),
         complete=False,
     )
     asked = [(setting, damping, None) for setting, damping in peer.settings.items()]
@@ -91,21 +116,56 @@ def ask(peer: Peer, of: Work) -> Answers:
     return answers
 
 
-def main(peer: Peer, check: Callable[[], None]) -> None:
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.peers.{peer.name}")
+def ask_itself(peer: Peer, of: Work, seed: int) -> Answers:
+    """How much every training example influences itself."""
+    path = kept(peer.name, of.name)
+    if path.exists():
+        return Answers.load(path)
+    data = of.data()
+    trained = of.fit(range(len(data.train[0])), seed, checkpoints=CHECKPOINTS if peer.checkpoints else 0)
+    started = time.process_time()
+    prepared = peer.prepared(trained.model, of.task, data.train, trained.checkpoints)
+    between = time.process_time()
+    scores = cast("SelfInfluence", prepared).self_scores()
+    answer = Answer("self", None, None, time.process_time() - between, scores.unsqueeze(0))
+    known = versions(*([peer.package] if peer.package else []), "torch", "whence")
+    answers = Answers(peer.name, of.name, peer.unit, prepared.scale, between - started, (answer,), known)
+    answers.save()
+    return answers
+
+
+def main(peers: Sequence[Peer], check: Callable[[], None]) -> None:
+    """The command line of a package's adapters."""
+    names = [peer.name for peer in peers]
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.peers.{ROSTER[names[0]].module}")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(WORKS)}; all by default")
+    parser.add_argument("--peer", action="append", choices=names, help="one of several; all by default")
     parser.add_argument(
         "--check", action="store_true", help="only compare with dense algebra on a tiny problem"
+    )
+    parser.add_argument(
+        "--mislabels", action="store_true", help="only self-influence on digits with wrong labels"
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.check:
         check()
         return
+    if options.mislabels:
+        for seed in range(MISLABELLED):
+            for peer in peers:
+                if peer.mislabels:
+                    ask_itself(peer, mislabelled(seed), seed)
+                    print(f"{mislabelled(seed).name}: {peer.name}", flush=True)
+        return
     for name in options.names or WORKS:
-        if not isinstance(work(name).task, peer.tasks):
-            print(f"{name}: {peer.name} cannot be asked about {type(work(name).task).__name__}", flush=True)
-            continue
-        answers = ask(peer, work(name))
-        seconds = answers.seconds + sum(answer.seconds for answer in answers.answers)
-        print(f"{name}: {len(answers.answers)} dampings, {seconds:.0f} s", flush=True)
+        for peer in peers:
+            if not (options.peer is None or peer.name in options.peer):
+                continue
+            if not isinstance(work(name).task, ROSTER[peer.name].tasks):
+                said = f"cannot be asked about {type(work(name).task).__name__}"
+            else:
+                answers = ask(peer, work(name))
+                seconds = answers.seconds + sum(answer.seconds for answer in answers.answers)
+                said = f"{len(answers.answers)} settings, {seconds:.0f} s"
+            print(f"{name}: {peer.name}, {said}", flush=True)

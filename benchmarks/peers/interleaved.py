@@ -1,11 +1,12 @@
 """The whole job, from a model to scores, by whence and by peers in turn: seconds of one core, memory, and LDS.
 
-    python -m benchmarks.peers.interleaved [NAME …] [--rounds N] [--show]
+    python -m benchmarks.peers.interleaved [NAME …] [--with PEER …] [--rounds N] [--show]
 
-Every job is a fresh process in its contender's environment (see `benchmarks.peers`), on one thread. A round runs all
-contenders one after the other, so that what else the machine does meets all alike; ratios are formed within a round.
-Memory is the peak above what the process held once everything was imported and model and data were loaded.
-Adds to ``benchmarks/results/interleaved.json``.
+Every job is a fresh process in its contender's environment (see `benchmarks.peers`), on one thread. A round runs
+all contenders one after the other, so that what else the machine does meets all alike; ratios are formed within a
+round. By default the contenders are whence, Kronfluence and Bergson; ``--with`` adds other peers. Memory is the
+peak above what the process held once everything was imported and model and data were loaded. Adds to
+``benchmarks/results/interleaved.json``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,12 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.damping import SEED, score
-from benchmarks.peers.asking import queries
-from benchmarks.peers.job import CONTENDERS
+from benchmarks.peers.asking import CHECKPOINTS, queries
+from benchmarks.peers.job import OURS
+from benchmarks.peers.roster import ROSTER
 from benchmarks.timing import RESULTS, Quartiles, ratios, report, save
 from benchmarks.truth import truth
 from benchmarks.works import Work, work
-from whence import LanguageModeling
 from whence.validation import Outcomes
 
 DIRECTORY = Path("runs") / "interleaved"
@@ -36,29 +38,33 @@ DIRECTORY = Path("runs") / "interleaved"
 ROUNDS = {"digits": 5, "mnist": 5, "diabetes": 5, "llama": 3}
 #: What ratios are to.
 BASE = "kronfluence"
+#: Who is always there.
+ALWAYS = (BASE, "bergson")
 
 
-def contenders(of: Work) -> list[str]:
+def contenders(of: Work, also: Sequence[str]) -> list[str]:
     """Those that can do a work."""
-    return [name for name in CONTENDERS if name != "bergson" or isinstance(of.task, LanguageModeling)]
+    asked = [name for name in ROSTER if name in (*ALWAYS, *also)]
+    return [*OURS, *(name for name in asked if isinstance(of.task, ROSTER[name].tasks))]
 
 
 def keep_model(of: Work) -> Path:
     """Train a work, unless that is done, and keep all that a job needs."""
-    path = DIRECTORY / f"{of.name}.pt"
+    path = DIRECTORY / f"{of.name}, {CHECKPOINTS} checkpoints.pt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         data = of.data()
-        model = of.fit(range(len(data.train[0])), SEED).model
+        trained = of.fit(range(len(data.train[0])), SEED, checkpoints=CHECKPOINTS)
         asked = [tensor.clone() for tensor in queries(data, of.queries)]
-        torch.save({"model": model, "task": of.task, "train": list(data.train), "queries": asked}, path)
+        known = {"model": trained.model, "checkpoints": trained.checkpoints, "task": of.task}
+        torch.save({**known, "train": list(data.train), "queries": asked}, path)
     return path
 
 
 def run(contender: str, model: Path, scores: Path) -> dict[str, float]:
     """One job, in a process of its own."""
-    own = CONTENDERS[contender]
-    python = sys.executable if isinstance(own, dict) else f".venv-{own}/bin/python"
+    own = ROSTER.get(contender)
+    python = f".venv-{own.module}/bin/python" if own is not None and own.environment else sys.executable
     if not Path(python).exists():
         raise SystemExit(f"{python} is not there; `make peers` makes it")
     command = [python, "-W", "ignore", "-m", "benchmarks.peers.job", contender, str(model), str(scores)]
@@ -69,9 +75,9 @@ def run(contender: str, model: Path, scores: Path) -> dict[str, float]:
     return found
 
 
-def measure(of: Work, rounds: int) -> dict[str, Any]:
+def measure(of: Work, rounds: int, also: Sequence[str]) -> dict[str, Any]:
     """All contenders on one work, in turn."""
-    model, names = keep_model(of), contenders(of)
+    model, names = keep_model(of), contenders(of, also)
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     files = {name: DIRECTORY / f"{of.name}, {name}.safetensors" for name in names}
     for number in range(rounds):
@@ -111,11 +117,14 @@ def main() -> None:
         metavar="NAME",
         help=f"of {', '.join(ROUNDS)}; all by default",
     )
+    parser.add_argument(
+        "--with", action="append", default=[], choices=ROSTER, dest="also", metavar="PEER", help="one more"
+    )
     parser.add_argument("--rounds", type=int, help="in place of 5, or of the Llama's 3")
     parser.add_argument("--show", action="store_true", help="what is there, measuring nothing")
     options = parser.parse_args()
     for name in [] if options.show else options.names or ROUNDS:
-        found = measure(work(name), options.rounds or ROUNDS[name])
+        found = measure(work(name), options.rounds or ROUNDS[name], options.also)
         results = {**kept(), name: found}
         save("interleaved", {known: results[known] for known in ROUNDS if known in results})
     for name, result in kept().items():

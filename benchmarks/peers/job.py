@@ -20,25 +20,27 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["CONTENDERS"]
+from benchmarks.peers.roster import ROSTER
 
-#: By name: options of `whence.attribute`, or a peer's module, which is asked at its defaults.
-CONTENDERS: dict[str, dict[str, Any] | str] = {
-    "whence, quick": {"accuracy": "quick"},
-    "whence, default": {},
-    "kronfluence": "kronfluence",
-    "bergson": "bergson",
-}
+__all__ = ["CONTENDERS", "OURS"]
+
+#: By name: options of `whence.attribute`.
+OURS: dict[str, dict[str, Any]] = {"whence, quick": {"accuracy": "quick"}, "whence, default": {}}
+#: They and the peers, which are asked at their defaults, or, where they have none, in the middle of their grid.
+CONTENDERS = (*OURS, *ROSTER)
 
 
-def job(contender: dict[str, Any] | str, loaded: dict[str, Any]) -> Callable[[], Tensor]:
+def job(contender: str, loaded: dict[str, Any]) -> Callable[[], Tensor]:
     """What is to be measured; its imports are done."""
     model, task, train, queries = (loaded[name] for name in ("model", "task", "train", "queries"))
-    if isinstance(contender, str):
-        peer = importlib.import_module(f"benchmarks.peers.{contender}").PEER
+    if contender in ROSTER:
+        peers = importlib.import_module(f"benchmarks.peers.{ROSTER[contender].module}").PEERS
+        peer = next(peer for peer in peers if peer.name == contender)
 
         def ask() -> Tensor:
-            scores: Tensor = peer.prepare(model, task, train).scores(queries, peer.settings["default"])
+            prepared = peer.prepared(model, task, train, loaded["checkpoints"])
+            default = peer.settings.get("default", prepared.scale * sum(peer.multiples[4:5]))
+            scores: Tensor = prepared.scores(queries, default)
             return scores
 
         return ask
@@ -53,7 +55,7 @@ def job(contender: dict[str, Any] | str, loaded: dict[str, Any]) -> Callable[[],
 
     data, asked = examples(train), examples(queries)
     # without the plain dot products beside the scores, which no peer gives either
-    return lambda: attribute(model, data, asked, task=task, baseline=False, **contender).scores
+    return lambda: attribute(model, data, asked, task=task, baseline=False, **OURS[contender]).scores
 
 
 def megabytes(field: str) -> float:
@@ -71,7 +73,7 @@ def main() -> None:
     parser.add_argument("scores", type=Path, help="where they go")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    run = job(CONTENDERS[options.contender], torch.load(options.model, weights_only=False))
+    run = job(options.contender, torch.load(options.model, weights_only=False))
     Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here on
     before, started = megabytes("VmRSS"), time.process_time()
     scores = run()

@@ -110,6 +110,12 @@ class Factors:
         )
         return self.analyzer.load_pairwise_scores("scores")["all_modules"].clone()
 
+    def self_scores(self) -> Tensor:
+        self.analyzer.compute_self_scores(
+            "self", "ekfac", train_dataset=self.train, per_device_train_batch_size=self.batch
+        )
+        return self.analyzer.load_self_scores("self")["all_modules"].clone()
+
 
 @torch.no_grad()
 def linearise(model: nn.Module) -> None:
@@ -125,14 +131,16 @@ def linearise(model: nn.Module) -> None:
             model.set_submodule(path, linear)
 
 
-PEER = Peer(
+_EKFAC = Peer(
+    "kronfluence",
     "kronfluence",
     unit="mean eigenvalue of EK-FAC over all layers",
     settings={"default": ScoreArguments().damping_factor, "heuristic": None},
     multiples=tuple(10 ** (2 * i / 3 - 2) for i in range(10)),
     prepare=Factors,
-    tasks=(Classification, Regression, LanguageModeling),
+    mislabels=True,
 )
+PEERS = (_EKFAC,)
 
 
 def check() -> None:
@@ -150,4 +158,4 @@ def check() -> None:
 
 
 if __name__ == "__main__":
-    main(PEER, check)
+    main(PEERS, check)

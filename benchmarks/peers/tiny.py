@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, vmap
@@ -13,8 +15,11 @@ __all__ = [
     "agree",
     "dense_ekfac",
     "dense_hessian",
+    "dense_trak",
+    "difference",
     "dot_products",
     "language_model",
+    "linear",
     "network",
     "picture_network",
 ]
@@ -23,11 +28,20 @@ __all__ = [
 TRAIN, QUERIES = 40, 5
 
 
-def network() -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+def network(*, bias: bool = True) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
     """A small network with a tanh layer, its training data and queries; three classes."""
     torch.manual_seed(0)
     model = mlp(3, 4, 3, activation=nn.Tanh).eval()
+    if not bias:
+        for layer in model.modules():
+            layer.register_parameter("bias", None) if isinstance(layer, nn.Linear) else None
     return model, _labelled(torch.randn(TRAIN, 3)), _labelled(torch.randn(QUERIES, 3))
+
+
+def linear() -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    """A linear classifier, whose Hessian is positive semidefinite wherever it is; three classes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3)).eval(), *(_labelled(torch.randn(n, 3)) for n in (TRAIN, QUERIES))
 
 
 def picture_network() -> tuple[nn.Module, list[Tensor], list[Tensor]]:
@@ -57,9 +71,16 @@ def _labelled(x: Tensor) -> list[Tensor]:
     return [x, x.flatten(1)[:, :3].argmax(1)]
 
 
-def dot_products(model: nn.Module, train: list[Tensor], queries: list[Tensor]) -> Tensor:
-    """Of the gradients of queries' and examples' losses, ``[queries, train]``: positive where the example helps."""
-    return _gradients(model, queries) @ _gradients(model, train).T
+def dot_products(
+    model: nn.Module, train: list[Tensor], queries: list[Tensor], *, last: bool = False
+) -> Tensor:
+    """Of the gradients of queries' and examples' losses, ``[queries, train]``: positive where the example helps.
+
+    Of all parameters, or of the weights of the last layer.
+    """
+    weight, bias = (parameter.numel() for parameter in list(model.parameters())[-2:])
+    part = slice(-weight - bias, -bias) if last else slice(None)
+    return _gradients(model, queries)[:, part] @ _gradients(model, train)[:, part].T
 
 
 def dense_hessian(model: nn.Module, train: list[Tensor], queries: list[Tensor], damping: float) -> Tensor:
@@ -76,6 +97,20 @@ def dense_hessian(model: nn.Module, train: list[Tensor], queries: list[Tensor], 
     damped = curvature + damping * torch.eye(len(curvature), dtype=torch.float64)
     solved = torch.linalg.solve(damped, _gradients(model, queries).T)
     return solved.T @ _gradients(model, train).T
+
+
+def dense_trak(model: nn.Module, train: list[Tensor], queries: list[Tensor], damping: float) -> Tensor:
+    """TRAK of one model without projection, by gradients of the right label's log-odds."""
+
+    def log_odds(logits: Tensor, labels: Tensor) -> Tensor:
+        right = F.cross_entropy(logits, labels, reduction="none").neg().exp()
+        return (right / (1 - right)).log().sum()
+
+    rows, query_rows = _gradients(model, train, log_odds), _gradients(model, queries, log_odds)
+    damped = rows.T @ rows + damping * torch.eye(rows.shape[1], dtype=torch.float64)
+    with torch.no_grad():
+        wrong = 1 - F.cross_entropy(model(train[0]), train[1], reduction="none").double().neg().exp()
+    return query_rows @ torch.linalg.solve(damped, rows.T) * wrong
 
 
 def dense_ekfac(model: nn.Module, train: list[Tensor], queries: list[Tensor], damping: float) -> Tensor:
@@ -121,20 +156,27 @@ def _summed_loss(model: nn.Module, data: list[Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), data[0][:, 1:].flatten(), reduction="sum")
 
 
-def _gradients(model: nn.Module, data: list[Tensor]) -> Tensor:
-    """Of each example's loss, ``[examples, parameters]``."""
+def _gradients(
+    model: nn.Module, data: list[Tensor], measured: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+) -> Tensor:
+    """Of each example's loss, or of something else ``measured``: ``[examples, parameters]``."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(model, values, x.unsqueeze(0)), y.unsqueeze(0))
+        return measured(functional_call(model, values, x.unsqueeze(0)), y.unsqueeze(0))
 
     gradients = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, *data)
     return torch.cat([part.flatten(1) for part in gradients.values()], 1).double()
 
 
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Of two matrices of scores, relative to the expected."""
+    return float((found.double() - expected).norm() / expected.norm())
+
+
 def agree(what: str, found: Tensor, expected: Tensor, *, tolerance: float = 1e-3) -> None:
     """Print the relative difference of two matrices of scores; end the program where it is too large."""
-    difference = float((found.double() - expected).norm() / expected.norm())
-    print(f"{what}: relative difference {difference:.1e}")
-    if not difference < tolerance:
+    off = difference(found, expected)
+    print(f"{what}: relative difference {off:.1e}")
+    if not off < tolerance:
         raise SystemExit(f"{what}: the scores are not what they should be")

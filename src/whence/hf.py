@@ -17,15 +17,18 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from whence.arguments import checked
 from whence.attribution import Attribution
 from whence.attribution import attribute as attribute_model
 from whence.errors import DataError, ModelError, OptionError
@@ -52,6 +55,7 @@ _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k")
 _COMPARED, _LOOKED_AT, _KINDS, _LEFT_OUT = 16, 256, 32, -100
 
 
+@checked("queries", "checkpoints")
 def attribute(
     trainer: Any,
     queries: Sequence[Mapping[str, Any]],
@@ -59,35 +63,62 @@ def attribute(
     train: Any = None,
     task: Task | None = None,
     first: int | None = None,
+    checkpoints: Sequence[str | Path] = (),
     **given: Any,
 ) -> Attribution:
     """Which of a trainer's examples made its model say this; see `whence.attribute`.
 
     Args:
-        trainer: a `transformers.Trainer`, or one of TRL's that predicts tokens, after its training.
+        trainer: a `transformers.Trainer`, or one of TRL's that predicts tokens, after its training. Or a list of them,
+            which differ in their seeds: then their scores are averaged, and the rest is the first one's.
         queries: of a language model, ``{"prompt": …, "completion": …}``, ``{"messages": […]}`` or ``{"text": …}``; of
             any model, rows like those of the trainer's data. A field ``contrast`` beside it holds another completion,
             or another label: "why this rather than that?".
         train: rows to attribute to; by default the trainer's own data.
         task: what the model's outputs mean; by default read off its class.
         first: how many rows of a stream to read, which has no length and no positions.
+        checkpoints: directories that the trainer saved on its way, such as ``out/checkpoint-500``: scores are then
+            means over the models in them, with the recipe of each. They are loaded into the trainer's model, one
+            after the other, which has its own weights again afterwards.
         **given: what `whence.attribute` takes beside: ``params``, ``accuracy``, ``run_dir`` and so on.
 
     Raises:
         ModelError: the trainer's loss is not the task's.
     """
-    model = trainer.model
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"the trainer's model is a {type(model).__name__}; give a trainer that holds one")
+    trainers = list(trainer) if isinstance(trainer, (list, tuple)) else [trainer]
+    if not trainers:
+        raise OptionError("there are no trainers in the list; give at least one")
+    for each in trainers:
+        if not all(hasattr(each, name) for name in ("model", "args", "train_dataset")):
+            raise ModelError(
+                f"trainer is a {type(each).__name__}; give a transformers.Trainer, or one of TRL's"
+            )
+    models = [each.model for each in trainers]
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                f"the trainer's model is a {type(model).__name__}; give a trainer that holds one"
+            )
+    if isinstance(checkpoints, (str, Path)) or (checkpoints and len(trainers) > 1):
+        raise OptionError("checkpoints must be a list of directories, and of one trainer")
+    several, trainer, model = isinstance(trainer, (list, tuple)), trainers[0], models[0]
     tokenizer = getattr(trainer, "processing_class", None)
     chosen = (_preference(trainer) or task_of(model)) if task is None else task
     collated = Pairs if isinstance(chosen, Preference) else Collated
     rows = collated(_rows(trainer.train_dataset if train is None else train, first), trainer)
-    with _evaluating(model):
-        _check_loss(trainer, model, chosen, rows)
-        given.setdefault("training", _recipe(trainer, model))
+    with ExitStack() as evaluating:
+        for each, own in zip(trainers, models, strict=True):
+            evaluating.enter_context(_evaluating(own))
+            _check_loss(each, own, chosen, rows)
+        asked: Any = models if several else model
+        if checkpoints:
+            evaluating.enter_context(_restored(model))
+            asked = {str(path): partial(_at, model, Path(path)) for path in checkpoints}
+            given.setdefault("training", [str(path) for path in checkpoints])
+        recipes = [_recipe(each, own) for each, own in zip(trainers, models, strict=True)]
+        given.setdefault("training", recipes if several else recipes[0])
         return attribute_model(
-            model,
+            asked,
             rows,
             _asked(queries, trainer, chosen, tokenizer),
             task=chosen,
@@ -244,6 +275,10 @@ def _rows(data: Any, first: int | None) -> Any:
             f"the training data are a {type(data).__name__}, a stream without length and positions; say how many of "
             "its rows to read, as first=10_000, or give a data set that can be indexed as train="
         )
+    if not hasattr(data, "__iter__"):
+        raise DataError(
+            f"the training data are a {type(data).__name__}; give a data set, or a stream of rows"
+        )
     return list(islice(iter(data), first))
 
 
@@ -326,6 +361,46 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """The model's weights as they are now, once more afterwards."""
+    before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                tensor.copy_(before[name])
+
+
+def _at(model: nn.Module, directory: Path) -> nn.Module:
+    """The trainer's model with the weights that it had when this directory was written.
+
+    No copy of it: a trainer may have replaced its forward by one that knows the model itself, not its copy.
+    """
+    safetensors = load_library("safetensors.torch", "hf", "to read weights")
+    adapter = directory / "adapter_model.safetensors"
+    try:
+        if adapter.is_file():
+            peft = load_library("peft", "hf", "to load an adapter")
+            told = peft.set_peft_model_state_dict(model, safetensors.load_file(adapter))
+        elif (directory / "model.safetensors.index.json").is_file():
+            told = transformers.trainer_utils.load_sharded_checkpoint(model, str(directory))
+        else:
+            safetensors.load_model(model, directory / "model.safetensors")
+            told = None
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ModelError(
+            f"the weights in {directory} cannot be loaded into the trainer's model ({error}); name directories that "
+            "this trainer saved"
+        ) from error
+    if told is not None and told.unexpected_keys:
+        raise ModelError(
+            f"{directory} has weights of another model: {told.unexpected_keys[0]!r} is not in it"
+        )
+    return model
 
 
 def _preference(trainer: Any) -> Preference | None:

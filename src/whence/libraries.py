@@ -7,7 +7,7 @@ from typing import Any
 
 from whence.errors import OptionError
 
-__all__ = ["load_library"]
+__all__ = ["data_frame", "load_library"]
 
 
 def load_library(module: str, extra: str, purpose: str) -> Any:
@@ -25,3 +25,8 @@ def load_library(module: str, extra: str, purpose: str) -> Any:
             f"the library {library} is needed {purpose}, and cannot be imported ({error}); install it with "
             f'pip install "whence[{extra}]"'
         ) from error
+
+
+def data_frame(content: Any) -> Any:
+    """A `pandas.DataFrame` of rows (dicts) or of named columns."""
+    return load_library("pandas", "pandas", "to make a data frame").DataFrame(content)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whence.arguments import checked
 from whence.errors import OptionError, SolverError, VectorError
 from whence.vectors import ParamVector
 
@@ -133,6 +134,7 @@ class Dense(LinearOperator):
         tensor([1., 2.])
     """
 
+    @checked()
     def __init__(
         self,
         matrix: Tensor,
@@ -202,7 +204,12 @@ class FiniteSum(LinearOperator):
         tensor([2., 2.])
     """
 
+    @checked()
     def __init__(self, matrices: Tensor | Sequence[Tensor], template: ParamVector | None = None) -> None:
+        if (isinstance(matrices, Tensor) and matrices.ndim != 3) or len(matrices) == 0:
+            raise OptionError(
+                "matrices are a list of at least one square matrix, or a tensor of them, [terms, n, n]"
+            )
         self.matrices = matrices if isinstance(matrices, Tensor) else torch.stack(list(matrices))
         self._template = template
         self.mean = Dense(self.matrices.mean(0), template)
@@ -248,6 +255,7 @@ class Damped(LinearOperator):
         tensor([1.5000, 1.5000])
     """
 
+    @checked()
     def __init__(self, operator: LinearOperator, damping: float) -> None:
         check_damping(damping)
         self.operator = operator

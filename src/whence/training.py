@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.arguments import check_fields
 from whence.errors import OptionError
+from whence.runs.fingerprint import of_value
 from whence.sources.files import refusing
 from whence.vectors import ParamVector
 
@@ -58,6 +60,7 @@ class Training:
     root_moment: ParamVector | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, value, fine in (
             ("rate", self.rate, self.rate > 0),
             ("steps", self.steps, self.steps >= 1),
@@ -75,8 +78,8 @@ class Training:
     @property
     def identity(self) -> str:
         """What a run is recognised by."""
-        moment = 0.0 if self.root_moment is None else float(self.root_moment.norm())
-        return f"{self.rate:.9g} {self.steps} {self.momentum:g} {self.weight_decay:g} {self.adaptive} {moment:.9g}"
+        moment = "" if self.root_moment is None else of_value(self.root_moment)
+        return f"{self.rate:.9g} {self.steps} {self.momentum:g} {self.weight_decay:g} {self.adaptive} {moment}".strip()
 
     @classmethod
     def read(cls, source: Any, model: nn.Module | None = None) -> Training:

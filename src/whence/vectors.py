@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from whence.arguments import checked
 from whence.distributed import Shards
 from whence.errors import VectorError
 
@@ -46,6 +47,7 @@ class ParamVector(Mapping[str, Tensor]):
 
     __slots__ = ("_columns", "_shards", "_tensors")
 
+    @checked()
     def __init__(
         self, tensors: Mapping[str, Tensor], *, columns: int | None = None, shards: Shards | None = None
     ) -> None:

@@ -55,7 +55,7 @@ def damage_everything(
     with watched(lambda _: None):
         kind.run(root / "whole")
         kind.run(root / "other", seed=1)
-        result = plain(_loaded(kind, root / "whole"))
+        result = plain(kind.run(root / "whole"))
         _damage(kind, root / "whole", root / "other", result, count, dice, flips)
         for share in killed:
             directory = root / f"killed at {share}"
@@ -75,8 +75,9 @@ def _damage(
 ) -> None:
     finished = directory.name == "whole"
     uses: dict[str, Callable[[Path], bool]] = {"run": lambda path: plain(kind.run(path)) == result}
-    if finished:
-        uses["load"] = lambda path: plain(_loaded(kind, path)) == result
+    if finished and kind.loads:
+        loaded = plain(_loaded(kind, directory))
+        uses["load"] = lambda path: plain(_loaded(kind, path)) == loaded
         uses["page"] = lambda path: bool(_loaded(kind, path).to_html(path.parent / "page.html"))
     copy = directory.with_name("damaged")
     for file in _files(directory):

@@ -13,13 +13,17 @@ import contextlib
 import hashlib
 import os
 import shutil
+import signal
+import socket
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from subjects import Kind, different, numbers
+from whence.distributed import launched
 from whence.errors import RunDirectoryError
 from whence.runs import files
 
@@ -131,28 +135,44 @@ def really_killed(kind: Kind, root: Path, *, times: int) -> Count:
     count = Count()
 
     def begin(directory: Path, limit: int = -1) -> int:
-        child = os.fork()
-        if child == 0:
-            done = 0
-
-            def operation(_: str) -> None:
-                nonlocal done
-                done += 1
-                if done == limit:
-                    os._exit(9)
-
+        """How the process that has the directory ends; where there are several, it is the first of them."""
+        children, port = [], _free_port()
+        for rank in range(kind.ranks):
+            if child := os.fork():
+                children.append(child)
+                continue
             code = 1
             try:
-                with watched(operation):
-                    kind.run(directory)
-                (root / "operations").write_text(str(done))
-                code = 0
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(kind.ranks)}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                code = in_child(directory, limit if rank == 0 else -1, root / f"operations-{rank}")
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        codes = [os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1])]
+        for child in children[1:]:
+            if codes[0]:
+                os.kill(child, signal.SIGKILL)  # it would notice, after a while
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return codes[0] or max(codes)
+
+    def in_child(directory: Path, limit: int, told: Path) -> int:
+        done = 0
+
+        def operation(_: str) -> None:
+            nonlocal done
+            done += 1
+            if done == limit:
+                os._exit(9)
+
+        with launched(), watched(operation):
+            kind.run(directory)
+        told.write_text(str(done))
+        return 0
 
     assert begin(root / "whole") == 0
-    total, truth = int((root / "operations").read_text()), numbers(root / "whole")
+    total, truth = int((root / "operations-0").read_text()), numbers(root / "whole")
     for limit in range(1, total + 1, -(-total // times)):
         directory = root / str(limit)
         assert begin(directory, limit) == 9
@@ -167,6 +187,12 @@ def really_killed(kind: Kind, root: Path, *, times: int) -> Count:
         shutil.rmtree(directory)
     count.states = count.operations
     return count
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _digest(directory: Path) -> str:

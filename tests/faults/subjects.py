@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ import torch
 from torch import nn
 
 import whence
+from whence.distributed import shard
 from whence.errors import WhenceWarning
 from whence.runs import as_json
 from whence.runs.files import read_tree
 from zoo import CASES, mlp, vectors
 
 #: What follows from a clock.
-_TIMES = ("seconds", "seconds_per_term")
+_TIMES = ("seconds", "seconds_per_term", "budget_seconds")
 
 
 @dataclass(frozen=True)
@@ -26,32 +29,55 @@ class Kind:
     """A kind of run.
 
     Attributes:
-        command: ``attribute`` or ``clean``.
+        command: ``attribute``, ``clean``, ``tune``, or ``validate``: an attribution, and then its checks.
         options: of it.
         text: whether of a language model.
         queries: whether ``clean`` has any.
+        ranks: processes that share the work; of these the first has the directory.
+        sharded: whether the model is sharded over them.
     """
 
     command: str
     options: dict[str, Any]
     text: bool = False
     queries: bool = True
+    ranks: int = 1
+    sharded: bool = False
+
+    @property
+    def loads(self) -> bool:
+        """Whether what it leaves can be loaded, and has a page."""
+        return self.command != "tune"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What can be done to it: copies are taken of what one process leaves."""
+        return ("kills", "processes", "damage") if self.ranks == 1 else ("processes",)
 
     def run(self, directory: Path | None, **changes: Any) -> Any:
         """Do it, or go on with it; everything is made anew, as by another process."""
         model, data, task = _text() if self.text else _numbers()
-        options = {
-            "task": task,
-            "product": "finite-difference",
-            "run_dir": directory,
-            **self.options,
-            **changes,
-        }
+        if self.sharded:
+            shard(model)
+        options = {"product": "finite-difference", **self.options, **changes}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", WhenceWarning)
             if self.command == "clean":
-                return whence.clean(model, data, queries=data[:2] if self.queries else None, **options)
-            return whence.attribute(model, data, data[:2], **options, checkpoint_seconds=0.0)
+                queries = data[:2] if self.queries else None
+                return whence.clean(model, data, queries=queries, task=task, run_dir=directory, **options)
+            if self.command == "tune":
+                return whence.tune(
+                    model, data, data[:4], partial(_trained, data), task=task, directory=directory, **options
+                )
+            result = whence.attribute(
+                model, data, data[:2], task=task, run_dir=directory, **options, checkpoint_seconds=0.0
+            )
+            if self.command == "attribute":
+                return result
+            # so much that every check is run
+            return whence.validate(
+                model, data, data[:2], result, task=task, directory=directory, budget_seconds=1e9, points=1
+            )
 
 
 def _numbers() -> tuple[nn.Module, list[Any], whence.Classification]:
@@ -62,6 +88,18 @@ def _numbers() -> tuple[nn.Module, list[Any], whence.Classification]:
 def _text() -> tuple[nn.Module, list[Any], Any]:
     case = next(case for case in CASES if case.name == "gpt2")
     return case.model(torch.float32), case.data(torch.float32), case.task
+
+
+def _trained(data: list[Any], subset: Sequence[int], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = mlp().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for position in subset:
+        x, y = data[position]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[None]), torch.tensor([int(y)])).backward()
+        optimizer.step()
+    return model.eval()
 
 
 _SMALL: dict[str, Any] = {"damping": "lambda_max/10", "part_size": 8, "shown": 2}
@@ -94,8 +132,18 @@ KINDS: dict[str, Kind] = {
     "lissa until": Kind(
         "attribute", {**_LISSA, "until": "top-5 stable at 0.99", "budget": 3.0, "method": "directional"}
     ),
+    "cg of text": Kind("attribute", {**_SMALL, "solver": "cg"}, text=True),
+    "recipe": Kind(
+        "attribute",
+        {**_SMALL, "damping": "auto", "training": {"optimizer": "adam", "rate": 1e-3, "steps": 500}},
+    ),
     "clean": Kind("clean", _CLEAN, queries=False),
     "clean with queries": Kind("clean", {**_CLEAN, "damping": "lambda_max/10"}),
+    "clean of text": Kind("clean", {**_CLEAN, "product": "auto"}, text=True, queries=False),
+    "tune": Kind("tune", {"halves": 6, "multiples": [0.25, 4.0]}),
+    "validate": Kind("validate", {**_SMALL, "solver": "cg", "product": "exact"}),
+    "two processes": Kind("attribute", {**_SMALL, "solver": "cg"}, ranks=2),
+    "sharded": Kind("attribute", {**_SMALL, "solver": "cg", "method": "directional"}, ranks=2, sharded=True),
 }
 
 

@@ -1,11 +1,6 @@
-"""What an attribution may cost, and what that buys: the quick answer, some of the way on from it, or an exact solve.
+"""How far to go: the quick answer, some of the way on from it, or an exact solve; by what these cost.
 
-Costs are counted before anything is run, in the currency of `whence.scoring.cost`. With F the work of a forward pass
-over one example, c what starting one costs for each example, q queries and K(q) iterations:
-
-    quick       metric 3(F + c), factors 9(F + c), one product 5F + 5c, scores
-    exact       metric, spectrum, strain 8(33F + 5c) + 3(F + c), halves of the data 8(17F + 5c),
-                conjugate gradients K((1 + 4q)F + 5c), scores
+The phases of every way are in `whence.attribution.phases`, and counted before anything is run.
 
 **The rule.** The exact solve, where it costs no more than the budget. Else the quick answer, by EK-FAC; and from it on
 by conjugate gradients with EK-FAC as preconditioner, as many iterations as the rest of the budget pays, if these are
@@ -23,53 +18,20 @@ import math
 from dataclasses import dataclass
 
 from whence.attribution.job import Job
-from whence.attribution.strain import PROBES
+from whence.attribution.phases import Costs, Unit, count_unit, list_phases
 from whence.model.gauss_newton import GaussNewton
-from whence.model.second_moment import BATCH, BATCHES
 from whence.options import Budget, Options
 from whence.runs import Run
 from whence.scoring.cost import count_work
-from whence.solvers.plan import part_of_auto
 
-__all__ = ["Prices", "Way", "choose_way", "count_prices", "way_for"]
+__all__ = ["Way", "choose_way", "count_prices", "way_for"]
 
 #: The budget by default, in quick answers; and at least so many flops' worth.
 MULTIPLE, HALF_A_MINUTE = 2.5, 1e12
-#: Terms that EK-FAC is made from, at most; and from how many on stochastic steps may be the cheapest.
-FACTOR_TERMS, MANY = 2**17, 2**18
+#: From how many terms on stochastic steps may be the cheapest.
+MANY = 2**18
 #: Flops that one core does in a second, where no product was timed.
 _PER_SECOND = 3e10
-#: Products of the spectrum, and of a solve on halves of the data, for how many columns.
-_SPECTRUM, HALVES, HALVES_COLUMNS = 24, 8, 4
-#: Forwards of EK-FAC's two passes, with all that is done between them.
-_FACTORS = 9
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Counted work, in flops' worth over all of the data.
-
-    Attributes:
-        quick: of the quick answer.
-        exact: of an exact solve and what goes before it.
-        iteration: of one more iteration, for all queries.
-        product: of a product with one vector.
-    """
-
-    quick: float
-    exact: float
-    iteration: float
-    product: float
-
-    def of(self, way: Way) -> float:
-        """What goes this way; without a limit, with as many iterations as are expected of an exact solve."""
-        if not way.factored:
-            return self.exact
-        if not way.solved:
-            return self.quick
-        return self.quick + (
-            self.exact - self.quick if way.iterations is None else way.iterations * self.iteration
-        )
 
 
 @dataclass(frozen=True)
@@ -89,30 +51,14 @@ class Way:
     words: str
 
 
-def count_prices(gnh: GaussNewton, queries: int, options: Options) -> Prices:
-    """What an attribution of so many queries costs, by its ways."""
-    weighed = part_of_auto(options.damping) is not None
-    work, n = count_work(gnh), len(gnh.terms)
-    F, c = work.flops, work.launching / work.batch
-    started = 5 if gnh.product == "exact" else 1 + 4 * queries
+def count_prices(gnh: GaussNewton, queries: int, options: Options) -> Costs:
+    """What an attribution of so many queries costs by its ways, in flops' worth."""
+    work, n, exact = count_work(gnh), len(gnh.terms), gnh.product == "exact"
 
-    def product(columns: int) -> float:
-        return (1 + 4 * columns) * F + (5 if gnh.product == "exact" else 1 + 4 * columns) * c
+    def price(unit: Unit) -> float:
+        return count_unit(work, unit, exact=exact, examples=n)
 
-    score = min(work.layers(queries, norms=False), work.gradients(queries))
-    shared = 3 * min(1.0, BATCH * BATCHES / n) * (F + c) + score + 3 * queries * (F + work.launching) / n
-    iteration = (1 + 4 * queries) * F + started * c
-    part = min(1.0, options.spectrum_terms / gnh.num_terms)
-    exact = shared + part * _SPECTRUM * product(1) + expected_iterations(queries) * iteration
-    if weighed:
-        exact += HALVES * (product(HALVES_COLUMNS) + product(PROBES)) + 3 * (F + c)
-    quick = shared + _FACTORS * min(1.0, FACTOR_TERMS / gnh.num_terms) * (F + c) + product(1)
-    return Prices(n * quick, n * exact, n * iteration, n * product(1))
-
-
-def expected_iterations(queries: int) -> int:
-    """K(q): a rough guess of what block conjugate gradients take, 12 for one query and 4 for fifty."""
-    return max(3, round(12 * math.pow(queries, -0.3)))
+    return Costs.of(list_phases(gnh, queries, options), queries, price)
 
 
 def choose_way(run: Run, job: Job) -> Way:

@@ -1,7 +1,8 @@
 """What an attribution will cost, told before anything long starts.
 
-Time is *timed*: every phase is run on a few examples and taken as many times as it will be. What is chosen never
-depends on it (`whence.attribution.budget` counts).
+Time is *timed*: every unit of work that `whence.attribution.phases` lists is run on a few examples, for the seconds of
+a counted flop in it; all the rest is counting. What is timed is at most about a third of the quick answer, and needs no
+more memory than a few vectors. What is chosen never depends on it (`whence.attribution.budget` counts).
 """
 
 from __future__ import annotations
@@ -11,141 +12,135 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
-from whence.attribution.budget import FACTOR_TERMS, HALVES, HALVES_COLUMNS, Way, expected_iterations
-from whence.attribution.strain import PROBES
+from whence.attribution.budget import Way, count_prices
+from whence.attribution.phases import FACTOR_TERMS, Costs, Kind, Unit, count_unit, list_phases
 from whence.model.gauss_newton import GaussNewton
-from whence.model.second_moment import BATCH, BATCHES
 from whence.operators import Damped
 from whence.options import Options
-from whence.preconditioners.ekfac import ekfac
+from whence.preconditioners.ekfac import basis_widths
 from whence.scoring import Scorer
 from whence.scoring.cost import count_work
 from whence.solvers.auto import CG_COPIES, Alternative, Passes
 from whence.solvers.cg import ConjugateGradient
-from whence.solvers.plan import Plan, part_of_auto
+from whence.solvers.plan import Plan
 from whence.vectors import ParamVector
 
-__all__ = ["Forecast", "Paces", "count_passes", "forecast", "time_phases"]
+__all__ = ["Forecast", "count_passes", "forecast", "spectrum_terms", "time_phases"]
 
-#: Products over the whole that the spectrum is worth, and those over a small part that λmax alone takes.
-_SPECTRUM, _TOP, _TOP_TERMS = 24, 12, 1024
-
-
-@dataclass(frozen=True)
-class Paces:
-    """Seconds of the phases of an attribution on this machine, as busy as it is now.
-
-    Attributes:
-        metric: the second moment of gradients.
-        asked: the queries' gradients.
-        factors: EK-FAC.
-        product: with one vector, over all of the data.
-        strain: a few examples solved for on all of the data, found by the lengths of their gradients.
-        halves: two halves of the data, solved for a few mixtures.
-        iteration: a product with all queries, and the algebra of conjugate gradients.
-        spectrum: all that is measured of it; ``top``: λmax alone.
-        scores: of all examples to be scored; ``norms``: with the lengths of their gradients, which a proof needs.
-    """
-
-    metric: float
-    asked: float
-    factors: float
-    product: float
-    strain: float
-    halves: float
-    iteration: float
-    spectrum: float
-    top: float
-    scores: float
-    norms: float
-
-    @property
-    def quick(self) -> float:
-        """The quick answer, from the model to its scores."""
-        return self.metric + self.asked + self.factors + self.top + self.product + self.scores
-
-    def exact(self, iterations: float) -> float:
-        """An exact solve of so many iterations, with all that goes before and after it."""
-        known = self.metric + self.asked + self.spectrum + self.strain + self.halves
-        return known + iterations * self.iteration + self.norms
-
-    def of(self, way: Way, iterations: float) -> float:
-        """What goes this way, with as many iterations as an exact solve should take."""
-        if not way.factored:
-            return self.exact(iterations)
-        more = iterations if way.iterations is None else way.iterations
-        return self.quick + (more * self.iteration + self.norms if way.solved else 0.0)
+#: The part of the quick answer that timing a unit may take; and its vectors, in bytes.
+_SHARE, _BYTES = 0.05, 64 * 2**20
+#: Products that Lanczos may take, and terms that are few enough for any.
+_LANCZOS, _FEWEST = 24, 64
+#: How wide the decomposition is that is timed.
+_WIDTH = 256
+#: A unit is tried on so many examples first, so that what a first call costs is not counted.
+_TRIED = 2
 
 
-def time_phases(gnh: GaussNewton, queries: int, options: Options, *, examples: int | None = None) -> Paces:
-    """Run every phase on as many examples as fit into one pass.
+def time_phases(gnh: GaussNewton, queries: int, options: Options, *, examples: int | None = None) -> Costs:
+    """Seconds of the ways to an answer on this machine, as busy as it is now.
 
     Args:
-        gnh: the operator, in the metric of its damping.
+        gnh: the operator.
         queries: right-hand sides.
         options: of the attribution.
         examples: to be scored; all by default.
     """
-    n, generator = len(gnh.terms), torch.Generator().manual_seed(0)
-    some = torch.linspace(0, n - 1, min(n, gnh.micro_batch)).long().unique()
-    scored = n if examples is None else examples
-    vector, block = gnh.zeros().randn_like(generator), gnh.zeros(queries).randn_like(generator)
-    plain, proven = (
-        Scorer(gnh, block, method=options.method, norms=norms)  # type: ignore[arg-type]  # checked
-        for norms in (False, True)
-    )
-    lengths = Scorer(
-        gnh, gnh.zeros(1), method="gradients" if gnh.example_gradients().missing else "layers", norms=True
-    )
+    timer = _Timer(gnh, count_prices(gnh, queries, options).quick, queries, options)
+    return Costs.of(list_phases(gnh, queries, options, examples=examples), queries, timer.seconds)
 
-    def growing(work: Callable[[Tensor], object], count: int = len(some)) -> float:
-        """Over all of the data, from so many of them; what a first call costs is not counted."""
-        where = some[: max(1, count)]
-        work(some[:2])
-        return n / len(where) * _seconds(lambda: work(where))
 
-    def algebra(columns: ParamVector) -> float:
-        """Of an iteration, beside its product: half of a solve on two examples; the rest is its beginning and end."""
-        solver = ConjugateGradient(max_iterations=1, tolerance=1e-6, keep_slopes=True, verify=False)
-        system = Damped(gnh.over(some[:2]), 1.0)
-        taken = [_seconds(lambda: solver.solve(system, columns, generator=generator)) for _ in range(2)]
-        return max(0.0, min(taken) - _seconds(lambda: system.matvec(columns))) / 2
+class _Timer:
+    """Seconds of units over all of the data, each kind timed once."""
 
-    def factoring(count: int) -> float:
-        return _seconds(lambda: ekfac(gnh, 1.0, generator=generator, examples=count))
+    def __init__(self, gnh: GaussNewton, quick: float, queries: int, options: Options) -> None:
+        self.gnh, self.work, self.affordable, self.options = gnh, count_work(gnh), _SHARE * quick, options
+        self.generator = torch.Generator().manual_seed(0)
+        bytes_each = sum(t.numel() * t.element_size() for t in gnh.zeros().values())
+        #: Vectors that fit, of those which there will be.
+        self.columns = max(1, min(queries, _BYTES // bytes_each))
+        self.rates: dict[Kind, float] = {}
+        self.algebra: float | None = None
 
-    factoring(1)
-    part = min(1.0, FACTOR_TERMS / gnh.num_terms)
-    product = growing(lambda where: gnh.over(where).matvec(vector))
-    weighed = part_of_auto(options.damping) is not None and n > HALVES_COLUMNS
+    def seconds(self, unit: Unit) -> float:
+        """Of a unit over all of the data."""
+        if unit.kind not in self.rates:
+            self.rates[unit.kind] = self._time(unit.kind)
+        n = 1 if unit.kind == "query" else len(self.gnh.terms)
+        found = self.rates[unit.kind] * self._count(unit, n)
+        if unit.kind == "iteration":
+            if self.algebra is None:
+                self.algebra = self._algebra()
+            found += self.algebra * unit.columns / self.columns
+        if unit.kind == "factors":
+            found += self._bases()
+        return found
 
-    def solved(columns: int) -> float:
-        few = gnh.zeros(columns).randn_like(generator)
-        return HALVES * (growing(lambda where: gnh.over(where).matvec(few), len(some) // 4) + algebra(few))
+    def _count(self, unit: Unit, examples: int) -> float:
+        return count_unit(self.work, unit, exact=self.gnh.product == "exact", examples=examples)
 
-    return Paces(
-        metric=growing(gnh.training_gradient) * min(1.0, BATCH * BATCHES / n),
-        asked=queries * _seconds(lambda: gnh.gradients([gnh.terms.data[int(gnh.terms.indices[0])]])),
-        # beyond the examples that it is tried on, 9 forwards each, where a product is 5
-        factors=factoring(len(some)) + 9 / 5 * product * max(0.0, part - len(some) / n),
-        product=product,
-        strain=solved(PROBES) + growing(lengths.score) if weighed else 0.0,
-        halves=solved(HALVES_COLUMNS) if weighed else 0.0,
-        iteration=growing(lambda where: gnh.over(where).matvec(block), gnh.examples_at_once(block))
-        + algebra(block),
-        spectrum=_SPECTRUM * min(1.0, options.spectrum_terms / gnh.num_terms) * product,
-        top=_TOP * min(1.0, _TOP_TERMS / gnh.num_terms) * product,
-        scores=growing(plain.score) * scored / n,
-        norms=growing(proven.score) * scored / n,
-    )
+    def _time(self, kind: Kind) -> float:
+        """Seconds of a counted flop in this kind of work: on as many examples as may be, in one pass."""
+        if kind == "factors":
+            return self.rates.setdefault("norms", self._time("norms"))
+        columns = 1 if kind in ("gradients", "query", "product", "factors") else self.columns
+        unit, gnh = Unit(kind, columns), self.gnh
+        block = None if columns == 1 else gnh.zeros(columns).randn_like(self.generator)
+        at_once = gnh.micro_batch if block is None else gnh.examples_at_once(block)
+        n = min(len(gnh.terms), at_once)
+        while n > _TRIED and self._count(unit, n) > self.affordable:
+            n //= 2
+        work = self._work(kind, gnh.zeros().randn_like(self.generator) if block is None else block)
+        spread = gnh.terms.spread(1 if kind == "query" else n)
+        work(spread[:_TRIED])
+        return _seconds(lambda: work(spread)) / self._count(unit, len(spread))
+
+    def _work(self, kind: Kind, vectors: ParamVector) -> Callable[[torch.Tensor], object]:
+        gnh = self.gnh
+        if kind == "gradients":
+            return gnh.training_gradient
+        if kind == "query":
+            return lambda where: gnh.gradients([gnh.terms.data[int(gnh.terms.indices[where[0]])]])
+        if kind in ("product", "iteration"):
+            return lambda where: gnh.over(where).matvec(vectors)
+        method = self.options.method if kind == "scores" else "layers"
+        if kind == "norms" and gnh.example_gradients().missing:
+            method = "gradients"
+        scorer = Scorer(gnh, vectors, method=method, norms=kind == "norms")  # type: ignore[arg-type]  # checked
+        return scorer.score
+
+    def _algebra(self) -> float:
+        """Of an iteration, beside its product: half of a solve on an example; the rest is its beginning and end."""
+        solver = ConjugateGradient(max_iterations=1, tolerance=1e-6, verify=False)
+        system = Damped(self.gnh.over(torch.arange(1)), 1.0)
+        vectors = self.gnh.zeros(self.columns).randn_like(self.generator)
+        solved = _seconds(lambda: solver.solve(system, vectors, generator=self.generator))
+        return max(0.0, solved - _seconds(lambda: system.matvec(vectors))) / 2
+
+    def _bases(self) -> float:
+        """Of EK-FAC's eigenvectors: a small decomposition is timed, and wider ones take the cube of their width."""
+        widths = basis_widths(self.gnh, min(FACTOR_TERMS, self.gnh.num_terms))
+        tried = min(_WIDTH, max(widths, default=1))
+        matrix = torch.randn(tried, tried, dtype=torch.float64, generator=self.generator)
+        found = _seconds(lambda: torch.linalg.eigh(matrix @ matrix.T))
+        return found * sum((width / tried) ** 3 for width in widths)
 
 
 def _seconds(work: Callable[[], object]) -> float:
     begun = perf_counter()
     work()
     return perf_counter() - begun
+
+
+def spectrum_terms(gnh: GaussNewton, queries: int, options: Options) -> int:
+    """Terms that a plan measures the spectrum on: Lanczos then costs no more than half of the quick answer."""
+    quick = count_prices(gnh, queries, options).quick
+    product = count_unit(
+        count_work(gnh), Unit("product"), exact=gnh.product == "exact", examples=len(gnh.terms)
+    )
+    fitting = quick / 2 / (_LANCZOS * product) * gnh.num_terms
+    return max(_FEWEST, min(options.spectrum_terms, int(fitting)))
 
 
 @dataclass(frozen=True)
@@ -190,20 +185,24 @@ def forecast(
         solver: the one that was chosen for it.
     """
     scored = len(gnh.terms) if examples is None else examples
-    paces = time_phases(gnh, queries, options, examples=examples)
-    iterations: float = expected_iterations(queries)
+    costs = time_phases(gnh, queries, options, examples=examples)
+    iterations: float = costs.expected
     chains, copies = 1, CG_COPIES * queries
     if plan is not None and solver is not None:
         # what starting a pass costs is in the time of an iteration; LiSSA's small batches start more of them
         iterations = (solver.terms if solver.solver == "cg" else solver.work) / gnh.num_terms
         copies, chains = solver.memory_copies, 1 if solver.solver == "cg" else plan.chains
+    exact = costs.before + iterations * costs.iteration
+    seconds = costs.quick if way.factored else exact
+    if way.factored and way.solved:
+        seconds = costs.going_on(way.iterations)
     vector = sum(t.numel() * t.element_size() for t in gnh.zeros().values())
     baseline = int(options.baseline)
     return Forecast(
-        seconds=paces.of(way, iterations),
-        quick_seconds=paces.quick,
-        iteration_seconds=paces.iteration,
-        exact_seconds=paces.exact(iterations),
+        seconds=seconds,
+        quick_seconds=costs.quick,
+        iteration_seconds=costs.iteration,
+        exact_seconds=exact,
         memory_bytes=vector * max(copies if way.solved else 0, queries * (2 * chains + 1 + baseline)),
         disk_bytes=vector * (queries * chains + copies) + queries * scored * (chains + 5) * 8,
     )

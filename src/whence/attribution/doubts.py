@@ -5,11 +5,14 @@ the trace, and chains that met different examples must be alike. And that what c
 their spread. A model that is certain of its data breaks the first, few or equal examples the second.
 The quick answer's error is one of energy, and is shared out by the scores' own size: that too
 supposes many examples, and that what they see of the solution is more than its error.
+Weights of 16 bits are a third reason: bars are about the weights as they are, not about those that were rounded.
 ``python -m benchmarks.coverage certain`` measures how often bars hold where nothing is doubted here.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,32 +20,69 @@ import torch
 if TYPE_CHECKING:
     from whence.attribution.result import Attribution
 
-__all__ = ["doubts"]
+__all__ = ["doubts", "told"]
 
 #: A trace with a larger relative error comes from a few examples: batches vary by twice their mean.
 _UNCERTAIN = 0.25
 #: By how much what the chains' start left behind may exceed their spread, which does not show it.
 _HIDDEN = 4.0
-#: Of the quick answer: the fewest different examples that its error is an average over, and how much of the solution's
-#: energy they must see, in units of the error's.
-_FEWEST, _SEEN = 20, 0.8
+#: The fewest examples that an error may be an average over: different ones, of the quick answer; of chains, those that
+#: carry the curvature, of which there are as many as all terms over the constant C of the batches' noise.
+_FEWEST = 20
+#: How much of the solution's energy examples must see, in units of the quick answer's error.
+_SEEN = 0.8
+#: The least correlation with scores of weights that are rounded otherwise.
+_ROUNDED = 0.99
 #: Examples that are looked at for that; and what is rounding, in the largest score.
 _LOOKED_AT, _ROUNDING = 2000, 1e-5
 
 
 def doubts(result: Attribution) -> tuple[str, ...]:
-    """Why the intervals of a result may not hold; empty where nothing speaks against them."""
-    found = (_few_examples(result), _no_gradient(result), _common_error(result), _unseen_error(result))
+    """Why the intervals of a result may not hold; empty where nothing speaks against them.
+
+    Of several checkpoints, what was doubted of each.
+    """
+    if result.checkpoints:
+        return told({each.name: each.doubts for each in result.checkpoints})
+    found = (
+        _few_examples(result),
+        _no_gradient(result),
+        _common_error(result),
+        _unseen_error(result),
+        _rounded_weights(result),
+    )
     return tuple(filter(None, found))
+
+
+def told(of: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """What is to be said of several checkpoints, by their names: once what is said of all."""
+    whose: dict[str, list[str]] = {}
+    for name, sentences in of.items():
+        for sentence in sentences:
+            whose.setdefault(sentence, []).append(name)
+    return tuple(
+        sentence if len(names) == len(of) else f"Checkpoint {', '.join(names)}: {sentence}"
+        for sentence, names in whose.items()
+    )
 
 
 def _few_examples(result: Attribution) -> str:
     spectrum, drawn = result.solve.plan.spectrum, result.solve.by_curvature
     uncertain = spectrum.trace.stderr > _UNCERTAIN * spectrum.trace.value or bool(spectrum.inconsistencies())
+    constant = spectrum.sampling_constant
+    carrying = math.inf
+    if constant is not None and constant.value > 0 and len(result.chain_scores) > 1:
+        carrying = result.num_terms / constant.value
     # Drawn by curvature, the trace is known well: of what is drawn often, and of nothing else.
-    if not (uncertain or drawn):
+    if not (uncertain or drawn or carrying < _FEWEST):
         return ""
-    known = "batches were drawn by it" if drawn else f"its trace is known to {spectrum.trace} only"
+    known = f"its trace is known to {spectrum.trace} only"
+    if drawn or not uncertain:
+        known = (
+            "batches were drawn by it"
+            if drawn
+            else f"no more than {carrying:.0f} terms, by the batches' noise"
+        )
     return (
         "The intervals cannot be trusted: the model is so certain of most of its training data that a few examples "
         f"carry the curvature ({known}). Scores may be right, but their errors may be larger than shown. What is "
@@ -86,6 +126,18 @@ def _unseen_error(result: Attribution) -> str:
     return (
         f"{beginning} most of the solution lies where the training examples have no curvature, and its error "
         f"there is larger than all that scores see of it. {end}"
+    )
+
+
+def _rounded_weights(result: Attribution) -> str:
+    if result.rounding is None or not bool((result.rounding < _ROUNDED).any()):
+        return ""
+    lost = [str(q) for q, agreement in enumerate(result.rounding.tolist()) if agreement < _ROUNDED]
+    whose = f"query {lost[0]}" if len(lost) == 1 else f"queries {', '.join(lost)}"
+    return (
+        f"The intervals are about the weights as they are, of 16 bits. Rounded otherwise in their last bit, scores of "
+        f"{whose} would have a correlation of {float(result.rounding.min()):.2f} with these. If the weights were "
+        "rounded after training, attribute the model of before, in float32."
     )
 
 

@@ -1,15 +1,16 @@
 """`Groups`: what whole groups of training examples did, such as a source, an author or a label.
 
 Influence is additive: leaving out a group G changes a query's loss by about the sum of its examples' effects, which is
-the score of the group's summed gradient, ``Σ_{z ∈ G} w_z ∇ℓ(z)`` with ``w_z = z's terms / all terms``. Its error is that
-of this one score (docs/math.md, "Groups of examples"); the errors of single examples are not independent of each other.
+the score of the group's summed gradient, ``Σ_{z ∈ G} w_z ∇ℓ(z)`` with ``w_z = z's terms / all terms``. Its error is
+that of this one score (docs/math.md, "Groups of examples"), since those of single examples are not independent.
 
 * Independent chains: each has its own sum, and their spread is the error.
 * A certificate: as of a single example, from the length of the summed gradient, ``b ‖Σ w_z ∇ℓ(z)‖ / √Tr(H)``. Where
   that was not measured, ``Σ w_z ‖∇ℓ(z)‖`` bounds it.
-* An expected error: the errors σ of two of a group's scores are taken to be correlated by ρ = 0.1, so that the square of
-  their sum's error is ``(1 - ρ) Σσ² + ρ (Σσ)²``. With independent errors it would be too small by a factor of 3 for
-  groups of a hundred alike, by the triangle inequality too large: ``python -m benchmarks.groups`` has how often it holds.
+* An expected error: the errors σ of two of a group's scores are taken to be correlated by ρ = 0.15, so that the square
+  of their sum's error is ``(1 - ρ) Σσ² + ρ (Σσ)²``. With independent errors it would be too small by a factor of 3 for
+  groups of a hundred alike, by the triangle inequality too large (``python -m benchmarks.groups``).
+  The solver's part of the errors of several checkpoints is summed likewise; their spread is that of the sums.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from whence.attribution.ranking import Ranking, rank_examples
 from whence.attribution.scored import Scored
 from whence.errors import DataError, OptionError
-from whence.libraries import load_library
+from whence.libraries import data_frame
 from whence.model.gauss_newton import GaussNewton
 from whence.progress import track
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["ALIKE", "GroupRow", "Grouping", "Groups", "measure_norms", "named_groups"]
 
 #: ρ: how far expected errors of two examples of a group are correlated.
-ALIKE = 0.1
+ALIKE = 0.15
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class Groups:
             norms = at_most if norms is None else torch.minimum(norms, at_most)
             if certificate is not None:
                 bounds = certificate.score_bound(norms)
-        if single is not None and result.error_is_expected:
+        if single is not None and (result.error_is_expected or result.checkpoints):
             own, together = (
                 grouping.sums((share * single).square(), indices),
                 grouping.sums(share * single, indices),
@@ -231,8 +232,7 @@ class Groups:
         """A `pandas.DataFrame`, one row for each query and group, most helpful first."""
         queries, groups = self.effects.shape
         low, high = self.interval()
-        pandas = load_library("pandas", "pandas", "to make a data frame")
-        frame = pandas.DataFrame(
+        frame = data_frame(
             {
                 "query": torch.arange(queries).repeat_interleave(groups).numpy(),
                 "group": list(self.names) * queries,

@@ -92,14 +92,17 @@ def check_own_solver(solver: Solver[Any] | None, options: Options) -> None:
         )
 
 
-def query_terms(questions: Questions, gnh: GaussNewton) -> tuple[Parts, TermSet]:
+def query_terms(queries: Any, gnh: GaussNewton) -> tuple[Parts, TermSet]:
     """What questions are made of; refuses what is no list of examples, and what the model's context does not hold."""
+    questions = Questions.of(queries)
     if isinstance(questions.queries, (dict, tuple, Tensor, nn.Module)):
         raise DataError(
             f"queries are a {type(questions.queries).__name__}; give a list of examples, even if there is only one: "
             "[query]"
         )
     try:
+        if not hasattr(questions.queries, "__len__"):
+            TermSet(questions.queries, gnh.task, gnh.network.device)  # says what they lack
         parts = questions.parts(gnh.task)
         terms = TermSet(parts.examples, gnh.task, gnh.network.device)
         terms.expect(gnh.terms.width, gnh.terms.kinds)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from markupsafe import Markup
 from torch import Tensor
 
 from whence.errors import OptionError
+from whence.libraries import data_frame
 from whence.operators import check_damping
 from whence.report import figures
 from whence.report.notebook import card
@@ -94,6 +96,20 @@ class OverDamping:
             return f"The top ten of every query are mostly the same for every λ {between}."
         whose = "this query" if queries == 1 else f"{depends} of {queries} queries"
         return f"The rankings of {whose} depend on λ: {between}, more than three of their top ten change."
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame`, one row for each λ, query and scored example."""
+        count, queries, scored = self.scores.shape
+        return data_frame(
+            {
+                "damping": self.dampings.repeat_interleave(queries * scored).numpy(),
+                "settled": self.settled.repeat_interleave(queries * scored).numpy(),
+                "query": torch.arange(queries).repeat_interleave(scored).repeat(count).numpy(),
+                "index": self.indices.repeat(count * queries).numpy(),
+                "score": self.scores.flatten().numpy(),
+                "rank": self.ranks().flatten().numpy() + 1,
+            }
+        )
 
     def figure(self) -> Markup | None:
         """How much of the top ten of the chosen λ every settled λ keeps, as a drawing; None where there is one λ."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from markupsafe import Markup
 
+from whence.attribution.checkpoint import correlation
 from whence.attribution.groups import Groups
 from whence.attribution.ranking import Row
 from whence.errors import OptionError
@@ -48,7 +49,9 @@ def render(result: Attribution) -> str:
     questions = [_Question(result, q, agreement) for q, agreement in enumerate(result.agreement.tolist())]
     estimates = {name: getattr(spectrum, name) for name in _ESTIMATES}
     plan: dict[str, float | int]
-    if solve.solver == "ekfac":
+    if result.checkpoints:  # each has its own
+        estimates, plan = {}, {}
+    elif solve.solver == "ekfac":
         estimates = {name: estimates[name] for name in ("trace", "lambda_max")}
         plan = {"damping": solve.plan.damping}
     elif solve.certificate is None:
@@ -69,7 +72,8 @@ def render(result: Attribution) -> str:
         versions=result.versions,
         seconds=result.seconds,
     )
-    eigenvalues = None if spectrum.eigenvalues is None else spectrum.eigenvalues.numpy()
+    known = None if result.checkpoints else spectrum.eigenvalues
+    eigenvalues = None if known is None else known.numpy()
     return document(
         "page.html.j2",
         page,
@@ -84,6 +88,8 @@ def render(result: Attribution) -> str:
         term="example" if result.num_terms == result.num_examples else "token",
         eigenvalues=figures.eigenvalues(eigenvalues, solve.plan.damping),
         damping=_Damping(result),
+        checkpoints=_checkpoints(result),
+        dominant_error=result.dominant_error,
         validation=validation,
         agreement=None if validation is None else figures.agreement(validation.comparisons),
         check_numbers=_check_numbers,
@@ -119,6 +125,24 @@ def checked_file(path: str | Path, example: str) -> Path:
     if target.is_dir():
         raise OptionError(f"{target} is a directory; give the file's name too, such as {target / example}")
     return target
+
+
+def _checkpoints(result: Attribution) -> list[dict[str, object]]:
+    """What the page says of each checkpoint: its solve, and how much its scores are like those of all."""
+    mean, found = result.scored.mean, []
+    for each, scores in zip(result.checkpoints, result.chain_scores, strict=False):
+        found.append(
+            {
+                "name": each.name,
+                "solver": each.solver,
+                "damping": each.damping,
+                "converged": int(each.converged.sum()),
+                "residual": float(each.residual.max()),
+                "loss": float(each.losses.mean()),
+                "correlation": float(correlation(scores, mean).mean()),
+            }
+        )
+    return found
 
 
 class _Damping:
@@ -179,7 +203,7 @@ class _Question:
             self.proven = float(certificate.upper[q]) / max(float(solve.score_rms[q]), 1e-300)
         self.expected = None if parts.expected is None else float(parts.expected[q])
         self.parts = None
-        if certificate is None and solve.solver != "ekfac":
+        if certificate is None and solve.solver != "ekfac" and not result.checkpoints:
             self.parts = float(parts.bias[q]), float(parts.sampling[q])
         tail, unit = (TAIL, "step") if certificate is None else (0.0, "iteration")
         self.paths = figures.chain_paths(solve.paths[:, :, q].numpy(), tail, unit=unit)
@@ -342,6 +366,9 @@ def _item(result: Attribution, row: Row, scale: Linear, *, by: str = "score") ->
     score, ends = interval(row.score, row.low, row.high)
     effect, effect_ends = interval(row.effect, row.effect_low, row.effect_high)
     lines = [("If removed", f"{effect} nats", f"between {effect_ends} nats")]
+    if row.another_low is not None and row.another_high is not None:
+        _, another = interval(row.score, row.another_low, row.another_high)
+        lines.append(("Another model", another, "Where the score of one more checkpoint should lie"))
     if by_baseline and math.isfinite(row.score):
         lines.append(("Influence", f"rank {count(row.rank)} of {count(len(result.indices))}", ""))
     if by == "unit" and row.unit is not None:

@@ -9,14 +9,16 @@ differences from the memory that was kept with the artifact before. Spectrum and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from whence.arguments import checked
 from whence.attribution.asked import Asked, ask, check_unchanged
 from whence.attribution.budget import choose_way
 from whence.attribution.damping import Weighed, in_metric, weigh
@@ -27,9 +29,13 @@ from whence.attribution.job import Candidates, Job, check_own_solver, query_term
 from whence.attribution.planning import SCALE, Planned, make_factors, make_plan, measure_spectrum, plan_quick
 from whence.attribution.ranking import ends_of_rankings, top_is_separated
 from whence.attribution.result import Attribution, Solve, load
+from whence.attribution.rounding import measure_rounding
 from whence.attribution.scored import Scored
 from whence.attribution.scores import Scores, directions, score_parts, token_shares
+from whence.attribution.several import Models, attribute_several
+from whence.errors import OptionError
 from whence.model.gauss_newton import GaussNewton
+from whence.model.memory import give_back_freed_memory
 from whence.model.selection import ParameterFilter
 from whence.operators import Damped, failures_become_typed
 from whence.options import Budget, Options, Until, chosen_options, takes
@@ -52,8 +58,9 @@ _ROUNDS = 8.0
 @takes(Options)
 @one_at_a_time
 @failures_become_typed()
+@checked("model", "task", "params", "candidates", "run_dir", "options")
 def attribute(
-    model: nn.Module,
+    model: nn.Module | Models,
     train: Any,
     queries: Any,
     *,
@@ -77,7 +84,9 @@ def attribute(
     """Which training examples made the model say this, and how sure are we?
 
     Args:
-        model: any module in evaluation mode; it is not modified.
+        model: any module in evaluation mode; it is not modified. Or several checkpoints, other seeds or points of one
+            training: a list of modules or of functions that make them, or such by name. Scores are then the means of
+            theirs, with the spread between them in every error (docs/checkpoints.md).
         train: its training data, a map-style data set of ``(x, y)`` or dicts with ``input_ids``. Read as it is
             needed, never held in memory.
         queries: examples whose loss is to be explained: a sequence like the training data, such as
@@ -100,6 +109,7 @@ def attribute(
         class_names: labels in words on the page.
         training: how the model was trained, which tells how much damping is right: the optimizer after training, its
             ``state_dict()``, a checkpoint of `transformers.Trainer`, or numbers; see `whence.training.Training.read`.
+            Of several checkpoints a list, with one for each.
         run_dir: a directory that makes the run resumable: the same call goes on where it was interrupted, and
             ends in the same numbers.
         on_run: called with the run once its directory is open, to keep something there.
@@ -124,8 +134,33 @@ def attribute(
     chosen = chosen_options(Options, options, given)
     check_own_solver(own, chosen)
     place = None if run_dir is None else given_path(run_dir, "run_dir")
+    if isinstance(model, (list, tuple, Mapping)):
+        if own is not None and own.made_for() is not None:
+            raise OptionError(
+                "the solver’s plan is of one model; leave it to each checkpoint to find its own"
+            )
+        each = partial(
+            attribute,
+            train=train,
+            queries=queries,
+            task=task,
+            params=params,
+            contrast=contrast,
+            query_groups=query_groups,
+            measure=measure,
+            reduce=reduce,
+            groups=groups,
+            candidates=candidates,
+            describe=describe,
+            tokenizer=tokenizer,
+            class_names=class_names,
+            options=chosen,
+            **({} if own is None else {"solver": own}),
+        )
+        show = describer(train, describe, tokenizer, class_names)
+        return attribute_several(each, model, training, options=chosen, place=place, on_run=on_run, show=show)
     gnh = GaussNewton(
-        model,
+        cast(nn.Module, model),  # what is none is refused there
         task,
         train,
         params=params,
@@ -137,7 +172,7 @@ def attribute(
     questions = Questions.of(queries, **{name: what for name, what in asked_for.items() if what is not None})
     parts, terms = query_terms(questions, gnh)
     grouping = None if groups is None else Grouping.by(named_groups(groups, train), len(gnh.terms))
-    recipe = None if training is None else Training.read(training, model)
+    recipe = None if training is None else Training.read(training, gnh.network.model)
     job = Job(
         gnh=gnh,
         questions=questions,
@@ -166,7 +201,7 @@ def attribute(
         if run.path is not None and run.has("result"):
             finished = run.path
             return run.told(lambda: load(finished))
-        clock = Stopwatch()
+        clock = Stopwatch(after=give_back_freed_memory)
         with clock.phase("queries"):
             job = in_metric(run, job)
             asked = ask(run, job)
@@ -271,6 +306,7 @@ def score(
         method=job.options.method,  # type: ignore[arg-type]  # checked
         norms=(job.options.norms or solved.stats.certificate is not None)
         and (before is None or before.norms is None),
+        exact=job.options.norms,
     )
     found = score_parts(run, f"scores-{number}", scorer, job, chains=len(fresh))
     if before is None:
@@ -371,6 +407,7 @@ def conclude(
         seconds=clock.seconds,
         norms=scores.norms,
         stability=weighed.stability,
+        rounding=measure_rounding(gnh, solved.chains[0], job.positions, scores.chains[0]),
         grouping=grouping,
     )
     return run.keep(name, Attribution, lambda: result)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from whence.attribution.budget import FACTOR_TERMS, Way
+from whence.attribution.budget import Way
 from whence.attribution.cost import count_passes
 from whence.attribution.job import Job
-from whence.errors import RunDirectoryError
+from whence.attribution.phases import FACTOR_TERMS, TOP_TERMS
+from whence.errors import OptionError, RunDirectoryError
 from whence.model.gauss_newton import GaussNewton
 from whence.model.importance import Importance, measure_importance
 from whence.model.memory import half_of_memory
@@ -28,12 +29,12 @@ __all__ = ["Planned", "choice_for", "make_factors", "make_plan", "measure_spectr
 
 #: A constant C above this means that few examples carry the Hessian.
 _NOISY = 6.0
+#: LiSSA is refused where it would cost so many times what conjugate gradients do: days in place of minutes.
+_HOPELESS = 1000.0
 #: What measuring a spectrum costs, in products as large as Lanczos'.
 _SPECTRUM_PRODUCTS = 24
 #: EK-FAC's s where it stands in for H + λ, chosen by eye on the works of the benchmarks; as a preconditioner it is 1.
 SCALE = 10.0
-#: Terms that λmax is measured on where nothing else of the spectrum is.
-_TOP_TERMS = 1024
 #: Iterations of conjugate gradients with EK-FAC, at most, and those whose basis must fit into memory.
 _MOST, _KEPT_STEPS = 60, 16
 #: What products show of the examples is kept for other λ while it is fewer numbers than this, for so many products.
@@ -55,7 +56,7 @@ def measure_spectrum(run: Run, job: Job, factors: Ekfac | None) -> Spectrum:
 
     def compute() -> Spectrum:
         gnh, random = job.gnh, job.options.generator(1)
-        found = lanczos(gnh.subset(min(_TOP_TERMS, gnh.num_terms), random, distinct=True), generator=random)
+        found = lanczos(gnh.subset(min(TOP_TERMS, gnh.num_terms), random, distinct=True), generator=random)
         top = found.lambda_max
         return Spectrum(
             Estimate(max(factors.trace, top.value)),
@@ -214,6 +215,8 @@ def make_plan(
 
 def _choose(job: Job, spectrum: Spectrum, damping: float) -> Chosen:
     options, choice = job.options, _choice(job, spectrum, damping)
+    if options.solver == "lissa":
+        _check_worth_it(choice, job.gnh.num_terms)
     plan = Plan.tuned(
         spectrum,
         damping,
@@ -222,6 +225,18 @@ def _choose(job: Job, spectrum: Spectrum, damping: float) -> Chosen:
         refine=choice.of("lissa").refine if options.refine is None else options.refine,
     )
     return Chosen(choice.best, choice.words() if options.solver == "auto" else "", plan)
+
+
+def _check_worth_it(choice: Choice, num_terms: int) -> None:
+    """Refuse a plan of LiSSA that would go on for days: that of a model of which a few examples carry the curvature."""
+    lissa, cg = choice.of("lissa"), choice.of("cg")
+    if cg.impossible or lissa.work <= _HOPELESS * cg.work:
+        return
+    raise OptionError(
+        f"LiSSA would go over the data {lissa.terms / num_terms:,.0f} times ({lissa.how}), conjugate gradients "
+        f"{cg.terms / num_terms:,.0f} times: λ is small, or few examples carry the curvature. Use solver='cg', or "
+        "'auto'; or a larger damping; or solver=whence.Lissa(plan), with a plan of your own"
+    )
 
 
 def _choice(job: Job, spectrum: Spectrum, damping: float) -> Choice:

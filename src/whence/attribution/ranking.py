@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whence.attribution.scored import Scored
-from whence.libraries import load_library
+from whence.libraries import data_frame
 
 __all__ = ["Ranking", "Row", "ends_of_rankings", "rank_examples", "top_is_separated"]
 
@@ -33,6 +33,8 @@ class Row:
         separated: whether the next rank is lower beyond the errors.
         dot_product, dot_product_rank: what the plain gradient dot product says; None if not computed.
         unit: the score over the length of the example's gradient; None where that is not known.
+        solver_stderr, checkpoint_stderr: both parts of the score's standard error, of several checkpoints; else None.
+        another_low, another_high: where the score of one more checkpoint should lie, as confidently; else None.
     """
 
     query: int
@@ -48,6 +50,10 @@ class Row:
     dot_product: float | None = None
     dot_product_rank: int | None = None
     unit: float | None = None
+    solver_stderr: float | None = None
+    checkpoint_stderr: float | None = None
+    another_low: float | None = None
+    another_high: float | None = None
 
     heading: ClassVar[str] = (
         f"{'query':>5} {'rank':>4} {'index':>8} {'score':>10} {'interval':>23} {'removal':>12}"
@@ -56,9 +62,12 @@ class Row:
     def __str__(self) -> str:
         interval = f"[{self.low:.4g}, {self.high:.4g}]"
         tie = "" if self.separated else "  ≈ next"
+        another = ""
+        if self.another_low is not None and self.another_high is not None:
+            another = f"  another model [{self.another_low:.4g}, {self.another_high:.4g}]"
         return (
             f"{self.query:>5} {self.rank:>4} {self.index:>8} {self.score:>10.4g} {interval:>23} "
-            f"{self.effect:>+8.2g} nat{tie}"
+            f"{self.effect:>+8.2g} nat{another}{tie}"
         )
 
 
@@ -80,35 +89,38 @@ class Ranking(Sequence[R]):
     Args:
         rows: in their order.
         doubts: about the result that they are of.
+        errors: which error dominates, in words, of several checkpoints.
     """
 
-    def __init__(self, rows: Sequence[R], doubts: Sequence[str] = ()) -> None:
-        self._rows, self.doubts = tuple(rows), tuple(doubts)
+    def __init__(self, rows: Sequence[R], doubts: Sequence[str] = (), errors: str = "") -> None:
+        self._rows, self.doubts, self.errors = tuple(rows), tuple(doubts), errors
 
     @overload
     def __getitem__(self, index: int) -> R: ...
     @overload
     def __getitem__(self, index: slice) -> Ranking[R]: ...
     def __getitem__(self, index: int | slice) -> R | Ranking[R]:
-        return Ranking(self._rows[index], self.doubts) if isinstance(index, slice) else self._rows[index]
+        if isinstance(index, slice):
+            return Ranking(self._rows[index], self.doubts, self.errors)
+        return self._rows[index]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def of_query(self, query: int) -> Ranking[R]:
         """The rows of one query."""
-        return Ranking([row for row in self._rows if row.query == query], self.doubts)
+        return Ranking([row for row in self._rows if row.query == query], self.doubts, self.errors)
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with a column for every attribute of its rows; doubts are its ``attrs["doubts"]``."""
-        pandas = load_library("pandas", "pandas", "to make a data frame")
-        frame = pandas.DataFrame([asdict(cast(Any, row)) for row in self._rows])
+        frame = data_frame([asdict(cast(Any, row)) for row in self._rows])
         frame.attrs["doubts"] = list(self.doubts)
         return frame
 
     def __str__(self) -> str:
         heading = type(self._rows[0]).heading if self._rows else Row.heading
-        return "\n".join([heading, *map(str, self._rows), *(f"note: {doubt}" for doubt in self.doubts)])
+        notes = [*filter(None, [self.errors]), *(f"note: {doubt}" for doubt in self.doubts)]
+        return "\n".join([heading, *map(str, self._rows), *notes])
 
     __repr__ = __str__
 

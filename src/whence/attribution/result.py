@@ -12,16 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.arguments import checked
+from whence.attribution.checkpoint import Checkpoint, correlation, dominant_error
 from whence.attribution.doubts import doubts
 from whence.attribution.groups import Grouping, GroupRow, Groups
 from whence.attribution.over_damping import OverDamping
 from whence.attribution.page import render, write_page
+from whence.attribution.plots import Plots
 from whence.attribution.ranking import Ranking, Row, rank_examples
 from whence.attribution.scored import Scored, expects
 from whence.attribution.stability import Stability
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
-from whence.libraries import load_library
+from whence.libraries import data_frame
 from whence.model.memory import half_of_memory
 from whence.report.checks import Validation
 from whence.report.notebook import framed
@@ -68,18 +71,21 @@ class Attribution:
 
     Positive: training on z *helped* the query. Removing z changes the query's loss by about
     ``score · (z's terms / all terms)`` nats: score / n where all examples are equally long. Error bars are the
-    solver's: they bound the distance to the exact damped score, not that from influence to retraining.
+    solver's: they bound the distance to the exact damped score, not that from influence to retraining. Of several
+    checkpoints, scores are the means of theirs, and the bars hold two errors: the solver's and what other checkpoints
+    would have changed (`whence.attribution.checkpoint`).
 
     Attributes:
-        chain_scores: scores by every independent chain, ``[chains, queries, scored]``.
+        chain_scores: scores by every independent chain, ``[chains, queries, scored]``; of several checkpoints, by each.
         indices: which training examples were scored.
         terms: how many terms (tokens) each of them has.
         num_examples, num_terms: of the whole training data.
         dot_products: plain gradient dot products, ``[queries, scored]``, or None.
-        query_losses: in nats.
+        query_losses: in nats; of several checkpoints their mean.
         query_products: ``∇ℓ(query)ᵀu`` between the queries by every chain, ``[chains, queries, queries]``.
         query_dots: gradient dot products between them, ``[queries, queries]``.
-        solve: how the solver fared.
+        solve: how the solver fared. Of several checkpoints, all of them together: converged where all did, the largest
+            residual, products added up; the plan and the spectrum in it are the first one's.
         queries: what was asked, to show.
         exhibits: index -> what to show of a training example; kept for the ends of the rankings.
         token_scores: (query, index) -> each token's share of the score, for the same.
@@ -90,9 +96,14 @@ class Attribution:
         versions: environment: name -> version.
         seconds: phase -> duration.
         validation: what `whence.validate` found, for the page; None where it was not run.
-        norms: length of every scored example's gradient, where the errors need it.
-        stability: how far scores depend on which half of the data H is measured on; None where it was not measured.
+        norms: length of every scored example's gradient, where the errors need it; of several checkpoints their mean.
+        stability: how far scores depend on which half of the data H is measured on; None where it was not measured,
+            and of several checkpoints.
+        checkpoints: the models whose scores were averaged, in the order of `chain_scores`; empty for one model.
+        solver_errors: the solver's part of the standard errors of such means, ``[queries, scored]``; else None.
         grouping: the groups that the training examples belong to, where some were named.
+        rounding: of each query, the correlation of scores with those of weights that are rounded otherwise; None where
+            weights are not of fewer bits than float32, and of several checkpoints.
     """
 
     chain_scores: Tensor
@@ -117,13 +128,21 @@ class Attribution:
     validation: Validation | None = field(default=None, metadata={"saved": False})
     norms: Tensor | None = None
     stability: Stability | None = None
+    checkpoints: tuple[Checkpoint, ...] = ()
+    solver_errors: Tensor | None = None
     grouping: Grouping | None = None
+    rounding: Tensor | None = None
 
     def __repr__(self) -> str:
         queries, scored = self.chain_scores.shape[1:]
+        of = (
+            f"{len(self.checkpoints)} checkpoints"
+            if self.checkpoints
+            else f"λ = {self.solve.plan.damping:.4g}"
+        )
         return (
             f"Attribution({queries} {'query' if queries == 1 else 'queries'}, {scored:,} of "
-            f"{self.num_examples:,} examples scored, λ = {self.solve.plan.damping:.4g}, "
+            f"{self.num_examples:,} examples scored, {of}, "
             f"{int(self.solve.converged.sum())} of {queries} converged{', intervals in doubt' if self.doubts else ''})"
         )
 
@@ -137,22 +156,59 @@ class Attribution:
     @cached_property
     def scored(self) -> Scored:
         """Scores with their errors, ``[queries, scored]``."""
+        if self.checkpoints:
+            return Scored(self.chain_scores, self.solver_errors)
         return Scored.of(self.chain_scores, self.solve, self.norms, self.solve.plan.spectrum)
 
     @property
     def stderr(self) -> Tensor:
-        """Standard errors of the scores, ``[queries, train]``: see `whence.attribution.scored`."""
+        """Standard errors of the scores, ``[queries, train]``: see `whence.attribution.scored`.
+
+        Of one model the solver's error. Of several checkpoints `solver_stderr` and `checkpoint_stderr` together: how
+        far their mean may be from the mean of exact scores over all checkpoints that training could have led to.
+        """
         return self._spread(self.scored.stderr)
 
     @property
+    def solver_stderr(self) -> Tensor:
+        """The solver's part of `stderr`: the distance to the exact damped scores of these very models."""
+        return self._spread(self.scored.systematic) if self.checkpoints else self.stderr
+
+    @property
+    def checkpoint_stderr(self) -> Tensor | None:
+        """The checkpoints' part of `stderr`: the standard error of their mean; None for one model."""
+        return self._spread(self.scored.sampling) if self.checkpoints else None
+
+    @property
     def degrees_of_freedom(self) -> float:
-        """Of the standard errors: one less than the number of chains; infinite for a deterministic solver."""
+        """Of the standard errors: one less than the chains, or the checkpoints; infinite for a deterministic solver."""
         return self.scored.degrees_of_freedom
 
+    @checked()
     def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Ends of the confidence intervals, ``[queries, train]`` each."""
+        """Ends of the confidence intervals of `scores`, ``[queries, train]`` each, with the errors of `stderr`."""
         width = self._spread(self.scored.half_width(confidence))
         return self.scores - width, self.scores + width
+
+    def interval_of_another(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Ends of the intervals that the scores of one more checkpoint should fall into, ``[queries, train]`` each.
+
+        Wider than `interval`, and not narrower with more checkpoints: single models differ from their mean.
+
+        Raises:
+            OptionError: these are the scores of one model.
+        """
+        if not self.checkpoints:
+            raise OptionError(
+                "the scores of one model do not tell what another one's would be; give attribute several checkpoints"
+            )
+        width = self._spread(self.scored.half_width_of_another(confidence))
+        return self.scores - width, self.scores + width
+
+    @cached_property
+    def dominant_error(self) -> str:
+        """Which of the two errors of a mean over checkpoints dominates, in words; empty for one model."""
+        return dominant_error(self)
 
     @cached_property
     def doubts(self) -> tuple[str, ...]:
@@ -171,6 +227,7 @@ class Attribution:
         damping, scores = self.solve.plan.damping, self.scored.mean
         return self._spread(self.stability.stderr(scores, self.indices, damping))
 
+    @checked()
     def over_damping(self, dampings: Sequence[float] | None = None) -> OverDamping:
         """Scores and rankings for other λ, from the products of this solve.
 
@@ -180,6 +237,11 @@ class Attribution:
         Raises:
             OptionError: the solver kept nothing to tell them from: LiSSA, or more numbers than are kept.
         """
+        if self.checkpoints:
+            raise OptionError(
+                f"these are means over {len(self.checkpoints)} checkpoints, each with a λ of its own; attribute one of "
+                "them alone to see other λ"
+            )
         if self.solve.shifted is None:
             raise OptionError(
                 "this solve kept nothing of other λ: conjugate gradients do (solver='cg'), while "
@@ -216,6 +278,11 @@ class Attribution:
         derivatives (`score_method`) know ‖∇ℓ(z)‖ from eight random directions, to about a quarter; those with
         ``method="gradients"`` know it exactly.
         """
+        if self.checkpoints:
+            raise OptionError(
+                f"these are means over {len(self.checkpoints)} checkpoints, and what was proven is of each one; "
+                "use interval(), or attribute one of them alone"
+            )
         if self.solve.certificate is None or self.norms is None:
             raise OptionError(
                 f"{self.solve.solver} is a stochastic solver and proves nothing; use interval(), or solver='cg'"
@@ -236,11 +303,11 @@ class Attribution:
 
     @property
     def agreement(self) -> Tensor:
-        """Mean correlation between the scores of two chains, per query: 1 where they agree entirely, NaN for one."""
+        """Mean correlation between the scores of two chains, or checkpoints, per query; NaN for one."""
         if len(self.chain_scores) < 2:
             return torch.full((self.chain_scores.shape[1],), math.nan, dtype=torch.float64)
         chains = self.chain_scores
-        pairs = [_correlation(chains[i], chains[j]) for i in range(len(chains)) for j in range(i)]
+        pairs = [correlation(chains[i], chains[j]) for i in range(len(chains)) for j in range(i)]
         return torch.stack(pairs).mean(0)
 
     def influence_similarity(self) -> tuple[Tensor, Tensor]:
@@ -263,6 +330,7 @@ class Attribution:
 
     # --- rankings ----------------------------------------------------------------------------------------
 
+    @checked()
     def top(
         self,
         k: int = 5,
@@ -297,8 +365,10 @@ class Attribution:
             ranked = rank_examples(scored, k, harmful=harmful, confidence=confidence)
             for rank, (position, _, apart) in enumerate(ranked, start=1):
                 width = float(self.scored.at(q, position).half_width(confidence))
-                rows.append(self._row(q, rank, position, width, apart, harmful=harmful))
-        return Ranking(rows, self.doubts)
+                rows.append(
+                    self._row(q, rank, position, width, apart, harmful=harmful, confidence=confidence)
+                )
+        return Ranking(rows, self.doubts, self.dominant_error)
 
     def _ranked_by(self, by: str) -> Scored:
         """What examples are ranked by."""
@@ -338,6 +408,7 @@ class Attribution:
         """Whether the scores' errors are what is expected of the solve on average; see `whence.attribution.scored`."""
         return expects(self.solve, len(self.chain_scores))
 
+    @checked()
     def row(self, query: int, index: int, *, confidence: float = 0.95) -> Row:
         """Any scored example's place among the most helpful of a query."""
         found = (self.indices == index).nonzero().flatten()
@@ -354,12 +425,32 @@ class Attribution:
             scored.at(position).above(scored.at(following), confidence)
         )
         width = float(scored.at(position).half_width(confidence))
-        return self._row(query, rank, position, width, apart, harmful=False)
+        return self._row(query, rank, position, width, apart, harmful=False, confidence=confidence)
 
-    def _row(self, query: int, rank: int, position: int, width: float, apart: bool, *, harmful: bool) -> Row:
+    def _row(
+        self,
+        query: int,
+        rank: int,
+        position: int,
+        width: float,
+        apart: bool,
+        *,
+        harmful: bool,
+        confidence: float,
+    ) -> Row:
         score = float(self.chain_scores[:, query, position].mean())
         per_score = float(self._effect_per_score()[position])
         dot = dot_rank = None
+        errors: dict[str, float] = {}
+        if self.checkpoints:
+            here = self.scored.at(query, position)
+            reach = float(here.half_width_of_another(confidence))
+            errors = {
+                "solver_stderr": float(here.systematic),
+                "checkpoint_stderr": float(here.sampling),
+                "another_low": score - reach,
+                "another_high": score + reach,
+            }
         if self.dot_products is not None:
             dots = self.dot_products[query]
             better = dots < dots[position] if harmful else dots > dots[position]
@@ -378,6 +469,7 @@ class Attribution:
             dot_product=dot,
             dot_product_rank=dot_rank,
             unit=None if self.norms is None else score / max(float(self.norms[position]), 1e-300),
+            **errors,
         )
 
     # --- elsewhere ---------------------------------------------------------------------------------------
@@ -385,7 +477,8 @@ class Attribution:
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame`, one row for each query and scored example, most helpful first.
 
-        `doubts` are its ``attrs["doubts"]``.
+        `doubts` are its ``attrs["doubts"]``. Of several checkpoints, with the parts of `stderr` and the ends of
+        `interval_of_another`.
         """
         queries, scored = self.chain_scores.shape[1:]
         mean, stderr = self.scored.mean, self.scored.stderr
@@ -399,12 +492,17 @@ class Attribution:
             "high": (mean + width).flatten(),
             "effect": (mean * self._effect_per_score()).flatten(),
         }
+        if self.checkpoints:
+            reach = self.scored.half_width_of_another(0.95)
+            columns["solver_stderr"] = self.scored.systematic.flatten()
+            columns["checkpoint_stderr"] = self.scored.sampling.flatten()
+            columns["another_low"] = (mean - reach).flatten()
+            columns["another_high"] = (mean + reach).flatten()
         if self.dot_products is not None:
             columns["dot_product"] = self.dot_products.flatten()
         if self.norms is not None:
             columns["unit"] = self._ranked_by("unit").mean.flatten()
-        pandas = load_library("pandas", "pandas", "to make a data frame")
-        frame = pandas.DataFrame({name: column.numpy() for name, column in columns.items()})
+        frame = data_frame({name: column.numpy() for name, column in columns.items()})
         if self.grouping is not None:
             numbers = self.grouping.of[self.indices].repeat(queries).tolist()
             frame["group"] = [None if number < 0 else self.grouping.names[number] for number in numbers]
@@ -412,6 +510,7 @@ class Attribution:
         frame.attrs["doubts"] = list(self.doubts)
         return frame
 
+    @checked("path")
     def to_html(self, path: str | Path) -> Path:
         """Write the page: one self-contained file. Returns its path."""
         return write_page(render(self), path)
@@ -420,6 +519,12 @@ class Attribution:
         """The page in a frame, for notebooks."""
         return framed(render(self), title=self.title, height=720)
 
+    @property
+    def plot(self) -> Plots:
+        """Figures of this result, by matplotlib: ``ranking()``, ``tokens()``, ``convergence()`` and ``damping()``."""
+        return Plots(self)
+
+    @checked("directory")
     def save(self, directory: str | Path) -> Path:
         """Write the result into a directory of its own; `whence.load` reads it back."""
         with Run(directory, dict(self.settings), identity={}) as run:
@@ -450,14 +555,7 @@ class Attribution:
         return result
 
 
-def _correlation(a: Tensor, b: Tensor) -> Tensor:
-    if a.shape[-1] < 2:
-        return torch.ones(a.shape[:-1], dtype=a.dtype)
-    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
-    result: Tensor = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)).clamp_min(1e-300)
-    return result
-
-
+@checked("directory")
 def load(directory: str | Path) -> Attribution:
     """Read a saved attribution, or a run directory; of one that is not finished its quick answer, where it has one.
 
@@ -489,6 +587,7 @@ def _of_its_examples(path: Path, result: Attribution) -> Attribution:
     order, scored = result.indices.sort().values, result.chain_scores.shape[-1]
     inside = scored > 0 and int(order[0]) >= 0 and int(order[-1]) < result.num_examples
     once = len(order) == scored and bool((order[1:] > order[:-1]).all())
+    once = once and len(result.checkpoints) in (0, len(result.chain_scores))
     if not (inside and once and (result.not_scored or scored == result.num_examples)):
         raise RunDirectoryError(
             f"the scores in {path} are not those of its {result.num_examples:,} examples, each once. {REMEDY}"

@@ -7,12 +7,15 @@ much of their error, so a difference is judged chain by chain.
 ``b ‖∇ℓ(z)‖ / √Tr(H)`` (`Certificate.score_error`): proven on average over examples, shared out by the length of their
 gradients. (The bound that holds for each of them is `Attribution.bounds`.)
 
+*Several checkpoints.* Their scores stand for chains, and the solver's error, as far as they share it, for the
+certificate (`whence.attribution.checkpoint`).
+
 *An expected error.* Of the quick answer, and of a solve that its budget ended, it is known what scores should be off by
 on average, ε. A single one is taken to have the spread ``1.35 ε √(a² + s²)``, with a the mean size of its query's
 scores: large scores are off in proportion to themselves. ``python -m benchmarks.stages`` measures how often that holds.
 
-All bound the solver's error, the distance to the exact damped score; none knows of the distance from influence to
-retraining.
+But for the spread between checkpoints, all bound the solver's error, the distance to the exact damped score; none knows
+of the distance from influence to retraining.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ class Scored:
     """Scores with their errors.
 
     Attributes:
-        chains: by every independent chain, ``[chains, …]``; one where the solver is deterministic.
+        chains: by every independent chain, ``[chains, …]``; one where the solver is deterministic. Of several
+            checkpoints, by each of them.
         certified: spread that a certificate or an expected error allows for, ``[…]``, or None.
     """
 
@@ -94,6 +98,23 @@ class Scored:
         """For Student's t: one less than the chains; infinite where there is nothing random."""
         return len(self.chains) - 1 if len(self.chains) > 1 else math.inf
 
+    @property
+    def sampling(self) -> Tensor:
+        """The part of the standard error that chains, or checkpoints, show by their spread; 0 where there is one."""
+        count = len(self.chains)
+        return self.chains.std(0) / math.sqrt(count) if count > 1 else torch.zeros_like(self.chains[0])
+
+    @property
+    def systematic(self) -> Tensor:
+        """The part that all chains share."""
+        return torch.zeros_like(self.chains[0]) if self.certified is None else self.certified
+
+    def half_width_of_another(self, confidence: float) -> Tensor:
+        """Half of the intervals that one more chain, or checkpoint, should fall into, around the mean."""
+        return half_width(
+            self.sampling * math.sqrt(len(self.chains) + 1), self.degrees_of_freedom, confidence
+        )
+
     def half_width(self, confidence: float) -> Tensor:
         """Half of the confidence intervals."""
         student, normal = (_quantile(degrees, confidence) for degrees in (self.degrees_of_freedom, math.inf))
@@ -128,10 +149,8 @@ class Scored:
 
     def _combined(self, student: float, normal: float) -> Tensor:
         """The error by sampling and that by the certificate, each so many times."""
-        count = len(self.chains)
-        if count == 1:
-            return torch.zeros_like(self.chains[0]) if self.certified is None else normal * self.certified
-        sampling = self.chains.std(0) / math.sqrt(count)
+        if len(self.chains) == 1:
+            return normal * self.systematic
         if self.certified is None:
-            return student * sampling
-        return torch.hypot(student * sampling, normal * self.certified)
+            return student * self.sampling
+        return torch.hypot(student * self.sampling, normal * self.certified)

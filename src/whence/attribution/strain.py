@@ -10,7 +10,9 @@ with ``effect(z, z)`` the predicted change of z's own loss by its removal. It is
 but a handful of examples, which then decide every score.
 
 The mean is taken over a few examples that stand for equal parts of the sum: of the examples by falling ``‖∇ℓ(z)‖²``,
-those in the middle of each part.
+those in the middle of each part. Where there are many, lengths are measured of some: the half of these are the examples
+whose loss has the longest gradients in the outputs, which one forward pass over all tells, so that a handful which
+carries everything is never missed; the others are drawn from the rest, and stand for it.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ from torch import Tensor
 from whence.model.gauss_newton import GaussNewton
 from whence.operators import Damped
 from whence.preconditioners.ekfac import Ekfac
+from whence.progress import ticker
 from whence.scoring.scorer import Method, Scorer
 from whence.solvers.cg import ConjugateGradient
 
-__all__ = ["PROBES", "measure_strain"]
+__all__ = ["AMONG", "AMONG_FACTORED", "PROBES", "measure_strain"]
 
 #: Examples that stand for all.
 PROBES = 8
 #: Examples that these are found among: where the system is solved, and where EK-FAC stands in for it.
-_AMONG, _AMONG_FACTORED = 4096, 256
+AMONG, AMONG_FACTORED = 4096, 256
 #: The error that a solve may leave, and its iterations.
 _SCORE_ERROR, _ITERATIONS = 0.15, 40
 
@@ -47,16 +50,12 @@ def measure_strain(
         generator: draws the examples that are looked at, where there are many.
         factors: EK-FAC in place of H; by default the system is solved.
     """
-    n, among = len(gnh.terms), _AMONG if factors is None else _AMONG_FACTORED
-    positions = torch.arange(n)
-    if n > among:
-        drawn = torch.randperm(n, generator=generator, device=generator.device)[:among]
-        positions = drawn.sort().values.cpu()
+    positions, standing = _looked_at(gnh, AMONG if factors is None else AMONG_FACTORED, generator)
     # estimated lengths would be too rough for what stands for all
     method: Method = "gradients" if gnh.example_gradients().missing else "layers"
     _, norms = Scorer(gnh, gnh.zeros(1), method=method, norms=True).score_with_norms(positions)
     squares = norms.double().square()
-    chosen, parts = _stand_for_all(squares)
+    chosen, parts = _stand_for_all(squares * standing)
     if len(chosen) == 0:
         return 0.0
     chosen = positions[chosen]
@@ -69,8 +68,42 @@ def measure_strain(
         solution = solver.solve(Damped(gnh, damping), gradients, generator=torch.Generator()).value
     shares = gnh.terms.counts()[chosen].double() / gnh.num_terms
     effect = float((gradients.dot(solution).double().cpu() * shares * parts).sum() / parts.sum())
-    carrying = n / len(positions) * float(squares.sum() ** 2 / squares.square().sum())
+    carrying = float((squares * standing).sum() ** 2 / (squares.square() * standing).sum())
     return effect / math.sqrt(carrying)
+
+
+def _looked_at(gnh: GaussNewton, among: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Positions of at most so many examples, and of how many each of them stands for."""
+    n = len(gnh.terms)
+    if n <= among:
+        return torch.arange(n), torch.ones(n, dtype=torch.float64)
+    order = _output_gradients(gnh).argsort(descending=True, stable=True)
+    surely, rest = order[: among // 2], order[among // 2 :]
+    drawn = torch.randperm(len(rest), generator=generator, device=generator.device)[: among - len(surely)]
+    standing = torch.ones(among, dtype=torch.float64)
+    standing[len(surely) :] = len(rest) / len(drawn)
+    return torch.cat([surely, rest[drawn.cpu()]]), standing
+
+
+def _output_gradients(gnh: GaussNewton) -> Tensor:
+    """``‖∂ℓ(z)/∂h‖²`` of the mean loss over each example's terms, ``[n]``: one forward pass over the data."""
+    found = torch.zeros(len(gnh.terms), dtype=torch.float64)
+    positions = gnh.terms.by_length(torch.arange(len(gnh.terms)))
+    with ticker("gradients in the outputs", len(positions)) as tick:
+        for chunk in positions.split(gnh.micro_batch):
+            batch = gnh.terms.fetch(chunk).shared(gnh.network.ranks)
+            if not batch.held and not gnh.lockstep:
+                continue
+            with torch.no_grad():
+                outputs = gnh.network.outputs(batch)
+            leaf = outputs.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(gnh.task.query_losses(leaf, batch).sum(), leaf)
+            squares = gradient.double().square().reshape(batch.size, -1).sum(1)
+            start = 0 if batch.share is None else batch.share.start
+            found[chunk[start : start + batch.held]] = squares[: batch.held].cpu()
+            for _ in range(len(chunk)):
+                tick()
+    return gnh.network.ranks.sum(found)
 
 
 def _stand_for_all(weights: Tensor) -> tuple[Tensor, Tensor]:

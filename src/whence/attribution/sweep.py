@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from whence.errors import OptionError
+from whence.libraries import data_frame
 from whence.solvers.plan import Plan, check_damping, resolve_damping
 from whence.spectrum import Density, Estimate, Spectrum
 from whence.units import format_duration
@@ -129,6 +130,23 @@ class DampingForecast:
             )
         sentences.append("It says nothing about retraining: which λ predicts that best has to be measured.")
         return " ".join(sentences)
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with a row for each λ, largest first; seconds are None where no product was timed."""
+        return data_frame(
+            [
+                {
+                    "damping": outlook.plan.damping,
+                    "dimension": outlook.dimension.value,
+                    "lissa_passes": passes,
+                    "lissa_seconds": self.seconds(outlook.plan.num_term_products),
+                    "cg_passes": outlook.iterations,
+                    "cg_seconds": self.seconds(outlook.iterations * self.num_terms),
+                    "agreement_with_chosen": float(self.agreement[i, self.chosen]),
+                }
+                for i, (outlook, passes) in enumerate(zip(self.outlooks, self.passes, strict=True))
+            ]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """All numbers, for scripts."""

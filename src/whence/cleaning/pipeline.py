@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.arguments import checked
 from whence.attribution.exhibits import Describe, class_name, describer
 from whence.attribution.identity import operator_identity, recognise
 from whence.attribution.job import query_terms
@@ -41,7 +42,7 @@ from whence.scoring.cost import count_work
 from whence.scoring.self_influence import Calibration, Readings, SelfInfluence, calibrate, read_examples
 from whence.solvers.plan import resolve_damping
 from whence.spectrum import Spectrum, estimate_spectrum
-from whence.tasks import Questions, Task
+from whence.tasks import Task
 from whence.threads import one_at_a_time
 
 __all__ = ["clean"]
@@ -50,6 +51,7 @@ __all__ = ["clean"]
 @takes(CleanOptions)
 @one_at_a_time
 @failures_become_typed()
+@checked("model", "task", "params", "run_dir", "options")
 def clean(
     model: nn.Module,
     train: Any,
@@ -107,7 +109,7 @@ def clean(
     if chosen.rank is not None:
         check_rank(gnh, 1.0, chosen.rank)
     if queries is not None:
-        query_terms(Questions.of(queries), gnh)  # refused before anything is measured
+        query_terms(queries, gnh)  # refused before anything is measured
     show = describer(train, describe, tokenizer, class_names)
     show(0)  # what cannot be shown at the end is told before the work
     identity, clock, earlier = operator_identity(gnh), Stopwatch(), dict[str, float]()

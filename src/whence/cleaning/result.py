@@ -16,7 +16,8 @@ from whence.attribution.page import checked_file, write_page
 from whence.cleaning.page import render
 from whence.errors import OptionError, RunDirectoryError
 from whence.exhibit import Exhibit
-from whence.libraries import load_library
+from whence.libraries import data_frame
+from whence.report.notebook import framed
 from whence.runs import Scalar, opened
 from whence.runs.files import replace_file
 from whence.scoring.self_influence import SelfInfluence
@@ -247,7 +248,7 @@ class Cleaning:
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` of all examples, the most suspicious first."""
-        return load_library("pandas", "pandas", "to make a data frame").DataFrame(self.rows())
+        return data_frame(self.rows())
 
     def to_csv(self, path: str | Path) -> Path:
         """Write all examples, the most suspicious first. Returns the path.
@@ -270,6 +271,10 @@ class Cleaning:
     def to_html(self, path: str | Path) -> Path:
         """Write the page: one self-contained file. Returns its path."""
         return write_page(render(self), path, example="clean.html")
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, for notebooks."""
+        return framed(render(self), title=self.title, height=720)
 
 
 def safe_cell(value: Any) -> Any:

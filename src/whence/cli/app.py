@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from whence.attribution import attribute, load
 from whence.attribution.budget import way_for
-from whence.attribution.cost import forecast
+from whence.attribution.cost import forecast, spectrum_terms
 from whence.attribution.damping import first_damping, metric_of
 from whence.attribution.planning import choice_for
 from whence.cleaning import clean, load_cleaning
+from whence.cli.index import ask_command, index_command
 from whence.cli.inputs import Command, InputOptions, Inputs, TrustRun
 from whence.cli.options import AsJson, guarded, takes
 from whence.cli.outcome import NOT_CONVERGED, print_json, say, tell
@@ -98,14 +100,15 @@ def plan(
     shortlist = inputs.candidates
     queries = len(inputs.questions) if inputs.has_queries or inputs.problem.queries else 1
     gnh = inputs.operator(options)
-    gnh = gnh.in_metric(metric_of(gnh, inputs.training, options))
     way = way_for(gnh, queries, options)
     examples = len(gnh.terms) if shortlist is None else len(shortlist)
     made: Plan | None = None
     choice: Choice | None = None
     refine = 1.0
     if damping_sweep or not way.factored:  # EK-FAC needs no spectrum
-        measured = _measure(gnh, options)
+        gnh = gnh.in_metric(metric_of(gnh, inputs.training, options))
+        terms = options.spectrum_terms if damping_sweep else spectrum_terms(gnh, queries, options)
+        measured = _measure(gnh, dataclasses.replace(options, spectrum_terms=terms))
         damping, _ = first_damping(options.damping, inputs.training, measured, gnh)
         choice = choice_for(gnh, measured, damping, queries, options)
         refine = choice.of("lissa").refine if options.refine is None else options.refine
@@ -148,13 +151,22 @@ def plan(
     epilog="Examples:\n\n"
     "[bold]whence attribute my-model/ --train train.jsonl --queries queries.jsonl --run-dir runs/first[/]\n\n"
     "[bold]whence attribute my-model/ --train speeches/ --prompt 'My fellow' --completion ' citizens' --run-dir b[/]"
-    "\n\n[bold]whence attribute model.py:build --task classification --train images/train --queries odd/[/]",
+    "\n\n[bold]whence attribute model.py:build --task classification --train images/train --queries odd/[/]\n\n"
+    "[bold]whence attribute seeds/*/ --train train.jsonl --queries queries.jsonl --run-dir runs/seeds[/]",
 )
 @takes(InputOptions, Options)
 def attribute_command(
     given: InputOptions,
     options: Options,
     *,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help="More checkpoints: other seeds, or points of one training. Scores are then means over all, with the "
+            "spread between them in every error.",
+        ),
+    ] = None,
     run_dir: RunDir = None,
     report: Report = None,
     top: Top = 5,
@@ -164,7 +176,8 @@ def attribute_command(
     """Find the training examples behind the queries' answers, each with an error bar."""
     if by == "unit":
         options = dataclasses.replace(options, norms=True)
-    _attribute(Command(given, options), run_dir=run_dir, report=report, top=top, by=by, json=json)
+    command = Command(given, options, tuple(more or ()))
+    _attribute(command, run_dir=run_dir, report=report, top=top, by=by, json=json)
 
 
 @app.command(epilog="Example: [bold]whence resume runs/first --trust-run[/]")
@@ -256,6 +269,13 @@ def clean_command(
         raise typer.Exit(NOT_CONVERGED)
 
 
+app.command("index", epilog="Example: [bold]whence index my-model/ --train train.jsonl --index my-index[/]")(
+    index_command
+)
+app.command(
+    "ask",
+    epilog="Example: [bold]whence ask my-index --trust-run --prompt 'My fellow' --completion ' citizens'[/]",
+)(ask_command)
 app.command("validate", epilog="Example: [bold]whence validate runs/first --trust-run --budget 10min[/]")(
     validate_command
 )
@@ -302,12 +322,14 @@ def _attribute(
     def keep(run: Run) -> None:
         if not run.has("result"):  # which nothing is left to repeat of
             run.keep("command", Command, lambda: command)
+        if run.has("command") and run.keep("command", Command, lambda: command).models != command.models:
+            run.put("command", Command, command)  # of several checkpoints, others than before
 
-    inputs = Inputs(command.inputs)
+    inputs = Inputs(command.inputs, command.more)
     page = _beside(report, run_dir, "report.html")
     try:
         result = attribute(
-            inputs.problem.model,
+            inputs.model,
             inputs.train,
             inputs.questions,
             task=inputs.task,
@@ -315,14 +337,14 @@ def _attribute(
             groups=inputs.groups,
             candidates=inputs.candidates,
             class_names=inputs.class_names,
-            training=inputs.training,
+            training=inputs.trainings,
             run_dir=run_dir,
             on_run=keep,
             options=command.options,
         )
     except KeyboardInterrupt:
         if run_dir is not None and page is not None and holds(run_dir, "quick"):
-            say(f"interrupted; the quick answer so far: {load(run_dir).to_html(page)}")
+            say(f"interrupted; the quick answer so far: {escape(str(load(run_dir).to_html(page)))}")
         raise
     if current().rank == 0:
         if page is not None:
@@ -344,7 +366,7 @@ def _beside(given: Path | None, run_dir: Path | None, name: str) -> Path | None:
     if given is not None or run_dir is None:
         return given
     if run_dir.exists() and not os.access(run_dir, os.W_OK):
-        say(f"{run_dir} is read-only, so {name} is not written there; name another place for it")
+        say(f"{escape(str(run_dir))} is read-only, so {name} is not written there; name another place for it")
         return None
     return run_dir / name
 

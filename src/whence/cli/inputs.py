@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import nn
 
 from whence.distributed import shard
 from whence.errors import OptionError, RunDirectoryError
@@ -44,7 +45,7 @@ from whence.tasks import (
 )
 from whence.training import Training
 
-__all__ = ["Command", "InputOptions", "Inputs", "TrustRun"]
+__all__ = ["Command", "InputOptions", "Inputs", "TrustRun", "check_trusted"]
 
 _DEFAULT_PASSAGE = 512
 #: What --task may be.
@@ -117,10 +118,13 @@ class InputOptions:
             "help": "Glob pattern of parameter names to use (repeatable), as 'model.layers.*'; default all."
         },
     )
-    training: str | None = option(
-        None,
-        "How the model was trained, which tells how much damping is right: a checkpoint of Trainer, its "
-        "trainer_state.json, or optimizer=adamw,rate=5e-5,steps=1000,schedule=linear.",
+    training: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "How the model was trained, which tells how much damping is right: a checkpoint of Trainer, its "
+            "trainer_state.json, or optimizer=adamw,rate=5e-5,steps=1000,schedule=linear. Of several models, once for "
+            "all, or once for each in their order."
+        },
     )
     dtype: str = option("float32", "Of a Hugging Face model's parameters.")
     tokenizer: str | None = option(None, "Its directory, where it is not beside the model.")
@@ -144,10 +148,20 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class Command:
-    """A `whence attribute` to repeat: kept in the run directory."""
+    """A `whence attribute` to repeat: kept in the run directory.
+
+    Attributes:
+        more: further checkpoints, beside the model of the inputs.
+    """
 
     inputs: InputOptions
     options: Options
+    more: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> set[str]:
+        """The names of all."""
+        return {self.inputs.model, *self.more}
 
     @classmethod
     def of_run(cls, run_dir: Path, *, trusted: bool, otherwise: str) -> Command:
@@ -164,36 +178,81 @@ class Command:
                 f"{run_dir} holds no command to repeat: its run was begun from Python. {otherwise}"
             )
         command = read(run_dir, "command", cls)
-        if not trusted:
-            said = ((name, getattr(command.inputs, name)) for name in _LOADED)
-            named = ", ".join(f"{name} {value!r:.100}" for name, value in said if value)
-            raise RunDirectoryError(
-                f"{run_dir} says what to load ({named}), and loading it can run code. If the run is your own, or of "
-                f"someone you trust, say --trust-run. {otherwise}"
-            )
+        check_trusted(run_dir, command.inputs, command.more, trusted=trusted, otherwise=otherwise)
         return command
 
 
-class Inputs:
-    """Loads what the options name, when it is asked for."""
+def check_trusted(
+    run_dir: Path, inputs: InputOptions, more: Sequence[str] = (), *, trusted: bool, otherwise: str
+) -> None:
+    """Refuse to load what a directory names, unless the user trusts it."""
+    if trusted:
+        return
+    said = [(name, getattr(inputs, name)) for name in _LOADED]
+    said[1:1] = [("model", name) for name in more]
+    named = ", ".join(f"{name} {value!r:.100}" for name, value in said if value)
+    raise RunDirectoryError(
+        f"{run_dir} says what to load ({named}), and loading it can run code. If the run is your own, or of "
+        f"someone you trust, say --trust-run. {otherwise}"
+    )
 
-    def __init__(self, options: InputOptions) -> None:
-        self.options = options
+
+class Inputs:
+    """Loads what the options name, when it is asked for.
+
+    Args:
+        options: of the command line.
+        more: further checkpoints of the same model.
+    """
+
+    def __init__(self, options: InputOptions, more: Sequence[str] = ()) -> None:
+        self.options, self.more = options, tuple(more)
+        names = (options.model, *self.more)
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise OptionError(f"the model {twice[0]!r} is named twice; several checkpoints must be different")
 
     @cached_property
     def problem(self) -> Problem:
         """The model and what comes with it."""
+        problem = self._load(self.options.model)
+        if self.options.shard:
+            shard(problem.model)
+        return problem
+
+    def _load(self, model: str) -> Problem:
         options = self.options
-        problem = load_model(
-            options.model,
+        return load_model(
+            model,
             dtype=options.dtype,
             tokenizer=options.tokenizer,
             allow_download=options.allow_download,
             check_vocabulary=options.check_vocabulary,
         )
-        if options.shard:
-            shard(problem.model)
-        return problem
+
+    @property
+    def model(self) -> nn.Module | dict[str, Callable[[], nn.Module]]:
+        """The model; or, of several, functions that load one each, by their names."""
+        if not self.more:
+            return self.problem.model
+        return {self.options.model: lambda: self.problem.model} | {
+            name: partial(self._further, name) for name in self.more
+        }
+
+    def _further(self, name: str) -> nn.Module:
+        """Another checkpoint, if it reads the data as the first one does."""
+        first, other = self.problem, self._load(name)
+        for what, one, two in (
+            ("task", repr(first.task), repr(other.task)),
+            ("tokenizer", _vocabulary(first.tokenizer), _vocabulary(other.tokenizer)),
+            ("labels", _names(first.labels), _names(other.labels)),
+        ):
+            if one != two:
+                raise OptionError(
+                    f"the models {self.options.model!r} and {name!r} have another {what}, and would read the same data "
+                    "differently; several checkpoints must be of one training"
+                )
+        return other.model
 
     @cached_property
     def task(self) -> Task:
@@ -273,11 +332,18 @@ class Inputs:
     @cached_property
     def training(self) -> Training | None:
         """How the model was trained, where that was said."""
-        return (
-            None
-            if self.options.training is None
-            else Training.read(self.options.training, self.problem.model)
-        )
+        given = self.options.training
+        if len(given) > 1:
+            raise OptionError(f"--training is given {len(given)} times, for one model; give it once")
+        return Training.read(given[0], self.problem.model) if given else None
+
+    @property
+    def trainings(self) -> Any:
+        """How each of several models was trained: as `whence.attribute` takes it."""
+        given = self.options.training
+        if not self.more:
+            return self.training
+        return given if len(given) > 1 else given[0] if given else None
 
     @property
     def params(self) -> list[str] | None:
@@ -381,6 +447,14 @@ class Inputs:
         if problem.num_labels is not None:
             found.labels.check_outputs(problem.num_labels, found.name)
         return found
+
+
+def _vocabulary(tokenizer: Any) -> Any:
+    return None if tokenizer is None else tokenizer.get_vocab()
+
+
+def _names(labels: Labels | None) -> Any:
+    return None if labels is None else labels.names
 
 
 def names_of(data: Examples, field: str) -> list[str | None]:

@@ -74,7 +74,11 @@ def show_result(result: Attribution, k: int, by: str = "score") -> None:
             state = "ended by the budget"
         residual, error = float(result.solve.residual[q]), float(result.solve.residual_stderr[q])
         certificate, size = result.solve.certificate, result.solve.score_rms
-        if result.solve.solver == "ekfac":
+        if result.checkpoints:
+            trust = (
+                f"scores of {len(result.checkpoints)} checkpoints correlate {float(result.agreement[q]):.3f}"
+            )
+        elif result.solve.solver == "ekfac":
             state, trust = "EK-FAC, the quick answer", f"residual {residual:.2g}"
         elif certificate is None or size is None:
             trust = f"residual {residual:.2g} ± {error:.1g}; chains agree to {float(result.agreement[q]):.3f}"
@@ -97,6 +101,8 @@ def show_result(result: Attribution, k: int, by: str = "score") -> None:
         tell(f"not everything was scored: {result.not_scored}")
     if result.solve.solver == "ekfac" or result.solve.limited:
         tell(f"\n{accuracy_words(result)} {result.solve.choice}".rstrip())
+    if result.dominant_error:
+        tell(f"\n{result.dominant_error}")
     _show_notes((*result.doubts, *result.solve.events))
 
 
@@ -140,12 +146,14 @@ def _show_rows(result: Attribution, rows: list[Row], name: str) -> None:
                 exhibit.id or str(row.index),
                 f"{row.score:.3g}",
                 f"{row.low:.3g} … {row.high:.3g}",
+                *([f"{row.another_low:.3g} … {row.another_high:.3g}"] if result.checkpoints else []),
                 f"{row.effect:+.2g} nat",
                 "" if row.dot_product_rank is None else str(row.dot_product_rank),
                 _glimpse(exhibit),
             )
         )
-    columns = ("rank", "id", "score", "95% interval", "if removed", "dot product's rank", "example")
+    another = ["another model"] if result.checkpoints else []
+    columns = ("rank", "id", "score", "95% interval", *another, "if removed", "dot product's rank", "example")
     _print(name, columns, cells)
 
 
@@ -196,6 +204,8 @@ def rows_as_json(result: Attribution, k: int, by: str = "score") -> list[dict[st
             "solver": result.solve.solver,
             "accuracy": None if result.accuracy is None else list(result.accuracy),
             "doubts": list(result.doubts),
+            "checkpoints": [each.name for each in result.checkpoints],
+            "dominant_error": result.dominant_error,
             "residual": float(result.solve.residual[q]),
             "residual_stderr": float(result.solve.residual_stderr[q]),
             **{

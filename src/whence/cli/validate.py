@@ -48,6 +48,11 @@ def validate_command(
     seconds = parse_duration(budget)
     check_options(seconds, points)
     result = load(run)
+    if result.checkpoints:
+        raise OptionError(
+            f"{run} holds means over {len(result.checkpoints)} checkpoints, and the checks are about one model. From "
+            f"Python: whence.validate(model, train, queries, whence.load({str(run / 'checkpoint-…')!r}), task=…)"
+        )
     otherwise = (
         f"From Python: whence.validate(model, train, queries, whence.load({str(run)!r}), task=…, "
         f"directory={str(run)!r})"

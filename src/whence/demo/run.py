@@ -12,6 +12,9 @@ from whence.report.formatting import shorten
 
 __all__ = ["run_demo"]
 
+#: Columns of a terminal.
+_WIDTH = 80
+
 
 def run_demo(part: str, output: Path) -> None:
     """Run ``digits``, ``text`` or ``all``; write pages into ``output`` and print what was found."""
@@ -47,8 +50,8 @@ def _digits(console: Console, output: Path) -> Path:
             shown = result.exhibits[row.index]
             note = f"  [red]{shown.note}[/]" if shown.note else ""
             console.print(
-                f"  {shown.id:>10}, labelled {shown.label}: score {row.score:8.1f}  "
-                f"\\[{row.low:.1f}, {row.high:.1f}]  removal {row.effect:+.3f} nats{note}"
+                f"  {shown.id:>10}, labelled {shown.label}: {row.score:7.1f} \\[{row.low:.1f}, {row.high:.1f}], "
+                f"removal {row.effect:+.3f} nats{note}"
             )
     console.print(
         f"\nOver all {len(result.queries)} misread images together, the 10% most harmful training images hold "
@@ -75,15 +78,15 @@ def _text(console: Console, output: Path) -> Path:
         passage = found.passages[row.index]
         console.print(f"\n{question.prompt}[bold]{question.completion}[/]")
         console.print(
-            f"  {marks[found.right[q]]} influence    [bold]{passage.topic}[/]: score {row.score:.3g} "
+            f"  {marks[found.right[q]]} influence    [bold]{passage.topic}[/]: {row.score:.3g} "
             f"\\[{row.low:.3g}, {row.high:.3g}], removal {row.effect:+.2g} nats"
         )
-        console.print(f"    {shorten(passage.text, 96)}", markup=False)
+        console.print(f"    {shorten(passage.text, _WIDTH - 4)}", markup=False)
         best = int(result.gradient_dot_products[q].argmax())
         other = found.passages[best]
         console.print(f"  {marks[found.right_by_dot_product[q]]} dot product  {other.topic}")
         if best != row.index:
-            console.print(f"    {shorten(other.text, 96)}", markup=False)
+            console.print(f"    {shorten(other.text, _WIDTH - 4)}", markup=False)
     console.print(
         f"\nThe top passage is of the right topic for [bold]{sum(found.right)} of {len(found.right)}[/] questions; by "
         f"plain gradient dot product for {sum(found.right_by_dot_product)}."

@@ -41,7 +41,8 @@ class Question:
 
 
 #: Prompts in other words than the reference's. Of fourteen written before any result was seen, these are the five
-#: to whose completions the trained model gave the lowest loss; right and wrong answers played no part.
+#: to whose completions the trained model gave the lowest loss; right and wrong answers played no part. What `nonlocal`
+#: does is said in two topics, in nearly the same words.
 QUESTIONS = [
     Question(
         prompt="Cleanup code of a context manager runs even if the block fails, because",
@@ -66,7 +67,7 @@ QUESTIONS = [
     Question(
         prompt="To rebind a variable of the outer function from an inner one, its name must refer to",
         completion=" previously bound variables in the nearest enclosing scope",
-        topics=frozenset({"nonlocal"}),
+        topics=frozenset({"nonlocal", "naming"}),
     ),
 ]
 
@@ -125,7 +126,9 @@ def attribute_text(run_dir: Path | None = None) -> TextDemo:
         title="Where did these completions come from?",
         run_dir=run_dir,
         damping="lambda_max/50",
-        solver="lissa",  # half of the passes of conjugate gradients here, and the paper's own
+        # The default, the quick answer, finds the same passages in less time, with bars that reach zero. This is half
+        # of the passes of conjugate gradients here, and the paper's own.
+        solver="lissa",
         refine=1.0,
     )
     return TextDemo(result, QUESTIONS, data, sum(p.numel() for p in model.parameters()))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.arguments import checked
 from whence.distributed import current
 from whence.errors import DataError, OptionError
 from whence.model.choice import Product, choose_product
@@ -86,6 +87,7 @@ class GaussNewton(LinearOperator):
     """
 
     @one_at_a_time
+    @checked("model", "task", "params", "product")
     def __init__(
         self,
         model: nn.Module,

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 #: What a tensor may take of a CPU's cache.
-_CACHE = 8 * 2**20
+_CACHE = 3 * 2**20
 _LARGEST_MICRO_BATCH = 1024
 #: Directions in which the curvature of a loss is looked at, for every example.
 _DIRECTIONS = 4
@@ -55,7 +55,11 @@ def check_alike(network: Network, terms: TermSet) -> None:
 def check_mode(model: nn.Module) -> None:
     """Refuse a model, or a layer of it, in training mode, scripted or compiled."""
     if not isinstance(model, nn.Module):
-        raise ModelError(f"the model must be a torch.nn.Module, got a {type(model).__name__}")
+        several = isinstance(model, (list, tuple, dict))
+        alone = (
+            "; several checkpoints can be given to attribute, all else is about one model" if several else ""
+        )
+        raise ModelError(f"the model must be a torch.nn.Module, got a {type(model).__name__}{alone}")
     if model.training:
         raise ModelError(
             "the model is in training mode, where its outputs may be random. Call model.eval() first"
@@ -267,7 +271,9 @@ def _activation_bytes(network: Network, batch: Batch) -> tuple[int, int]:
             storage = part.untyped_storage()
             if storage.data_ptr() not in own:
                 seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return (
+            tensor.detach()
+        )  # the tensor itself would be in a cycle that is never freed, and the model with it
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         outputs = network.outputs(batch, everything)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,9 +32,8 @@ __all__ = ["Call", "ExampleGradients", "Matrix", "Passed", "matrices"]
 
 #: Products of a number that could be taken in the time of writing it and reading it again.
 _MOVING = 100
-#: Bytes that examples' gradients of one parameter may take. What is larger than 32 MB comes from the kernel, zeroed,
-#: every time anew (glibc), which takes as long as computing it.
-_AT_ONCE = 16 * 2**20
+#: Bytes that examples' gradients of one parameter may take: what stays in a processor's cache.
+_AT_ONCE = 4 * 2**20
 #: What gradients by layers may be off by from those of the whole model, on two examples.
 _CLOSE = 0.01
 
@@ -189,7 +188,18 @@ class Call:
                     n * positions, outputs, 1
                 )
                 return found.reshape(n, positions, len(rows)).sum(1).mT
-        return rows.reshape(len(rows), -1) @ self.gradients(kind).reshape(len(self.gradient), -1).mT
+        flat = rows.reshape(len(rows), -1)
+        few = (call.gradients(kind) for call in self.of_few(flat.shape[1]))
+        return torch.cat([flat @ gradients.reshape(len(gradients), -1).mT for gradients in few], 1)
+
+    def of_few(self, numbers: int) -> Iterator[Call]:
+        """The same of so few examples at a time that ``numbers`` of each take little memory.
+
+        Examples' gradients are far larger than what they are made from, and need not all be there together.
+        """
+        size = max(1, _AT_ONCE // (numbers * max(self.gradient.element_size(), 4)))
+        for inputs, gradient in zip(self.inputs.split(size), self.gradient.split(size), strict=True):
+            yield replace(self, inputs=inputs, gradient=gradient)
 
     def looked_up(self, g: Tensor) -> Tensor:
         """``Σ_t e_{token t} g_tᵀ``, ``[n, vocabulary, width]``, of an embedding."""
@@ -243,6 +253,23 @@ class Passed:
     calls: Mapping[str, Sequence[tuple[Call, str]]]
     others: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def of_few(self, names: Sequence[str], numbers: int) -> Iterator[Passed]:
+        """What it tells of these parameters, for a few examples at a time, as `Call.of_few`."""
+        own = [
+            (name, kind, call.of_few(numbers)) for name in names for call, kind in self.calls.get(name, ())
+        ]
+        others = self.others
+        while True:
+            few: dict[str, list[tuple[Call, str]]] = {}
+            for name, kind, calls in own:
+                call = next(calls, None)
+                if call is not None:
+                    few.setdefault(name, []).append((call, kind))
+            if not few and others is not self.others:
+                return
+            yield Passed(few, others)
+            others = {}
+
     def products(self, name: str, rows: Tensor) -> Tensor | None:
         """A parameter's part of ``⟨u, ∇⟩`` on every example, for directions ``[k, *shape]``: ``[k, n]``."""
         found = [call.products(rows, kind) for call, kind in self.calls.get(name, ())]
@@ -288,12 +315,6 @@ class ExampleGradients:
         self._try(pilot)
         self._modules = {key: pair for key, pair in self._modules.items() if not self._all_missing(pair[1])}
         self.missing = {name: self.missing[name] for name in network.parameters if name in self.missing}
-
-    @property
-    def at_once(self) -> int:
-        """Examples whose gradients of any one parameter are few enough to be held together."""
-        largest = max(p.numel() * max(p.element_size(), 4) for p in self.network.parameters.values())
-        return max(1, _AT_ONCE // largest)
 
     def _all_missing(self, names: Mapping[str, str]) -> bool:
         return all(name in self.missing for name in names.values())

@@ -1,9 +1,10 @@
-"""Memory: keeping what was freed on Linux CPUs, and how much there is.
+"""Memory: keeping what was freed on Linux CPUs, or giving it back, and how much there is.
 
 glibc gives large freed blocks back to the kernel, and every product then pays to have the same pages zeroed
 and mapped again (compare ``python -m benchmarks.products`` with and without ``--default-malloc``).
 `keep_freed_memory` asks glibc to keep them. It changes a setting of the whole process, so it is for programs,
-not for the library, to call.
+not for the library, to call. Between the phases of a job, which need memory of different sizes, what was freed is given
+back once: else each phase would take its own beside what those before it have left.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import platform
 
 import torch
 
-__all__ = ["half_of_memory", "keep_freed_memory"]
+__all__ = ["give_back_freed_memory", "half_of_memory", "keep_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
@@ -25,6 +26,12 @@ def keep_freed_memory() -> bool:
         return False
     libc = ctypes.CDLL(None)
     return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+def give_back_freed_memory() -> None:
+    """Let glibc return to the kernel what it holds and nobody uses; nothing where there is no glibc."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def half_of_memory(device: torch.device) -> float | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from whence.libraries import data_frame
 
 __all__ = ["LIMITS", "NAMES", "Check", "Comparison", "Validation", "Verdict"]
 
@@ -111,6 +113,11 @@ class Validation:
     def __getitem__(self, name: str) -> Check:
         """The check of this name."""
         return {check.name: check for check in self.checks}[name]
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with a row for each check."""
+        rows = ("name", "verdict", "sentence", "ran", "seconds")
+        return data_frame([{row: getattr(check, row) for row in rows} for check in self.checks])
 
     @property
     def verdict(self) -> Verdict:

@@ -50,9 +50,9 @@ def figure(
     What is drawn inside the ``with`` has the style, too. No window, no global state: the figure is drawn by Agg,
     whatever the machine has.
     """
-    matplotlib = load_library("matplotlib", "reproduce", "to draw the figures")
-    figures = load_library("matplotlib.figure", "reproduce", "to draw the figures")
-    agg = load_library("matplotlib.backends.backend_agg", "reproduce", "to draw the figures")
+    matplotlib = load_library("matplotlib", "plot", "to draw the figures")
+    figures = load_library("matplotlib.figure", "plot", "to draw the figures")
+    agg = load_library("matplotlib.backends.backend_agg", "plot", "to draw the figures")
     with matplotlib.rc_context({**_STYLE, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)}):
         drawn = figures.Figure(figsize=(width * columns, height * rows))
         agg.FigureCanvasAgg(drawn)
@@ -61,7 +61,7 @@ def figure(
 
 def save_figure(path: Path, drawn: Figure, *, kind: Literal["svg", "png"]) -> None:
     """Write a figure. The same one is the same file: no date, and ids that depend on what is drawn alone."""
-    matplotlib = load_library("matplotlib", "reproduce", "to draw the figures")
+    matplotlib = load_library("matplotlib", "plot", "to draw the figures")
     metadata = {"Date": None} if kind == "svg" else {"Software": None}
     with matplotlib.rc_context(_STYLE):
         drawn.savefig(path, format=kind, metadata=metadata)

@@ -423,4 +423,7 @@ def _from_numbers(dtype: Any, shape: Any, values: Any) -> Tensor:
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(*(t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)))
+    whole = torch.contiguous_format  # a copy: a single number counts as contiguous whatever its stride
+    return torch.equal(
+        *(t.cpu().clone(memory_format=whole).reshape(-1).view(torch.uint8) for t in (left, right))
+    )

@@ -60,6 +60,8 @@ class Run:
         shards: Shards | None = None,
     ) -> None:
         self.path = None if path is None else files.given_path(path, "run_dir")
+        #: What the run is about: name -> fingerprint.
+        self.identity = dict(identity)
         self._shards, self._ranks = shards, ALONE if shards is None else shards.ranks
         self._manifest: Manifest | None = None
         self._states: dict[str, Any] = {}  # of journals, where nothing is on disk

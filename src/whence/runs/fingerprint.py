@@ -74,6 +74,8 @@ def _pieces(value: Any) -> Iterable[bytes | memoryview]:
     if isinstance(value, Tensor):
         value = _whole(value)
         flat = value.detach().cpu().contiguous().reshape(-1)
+        if flat.numel() == 1:  # counts as contiguous whatever its stride
+            flat = flat.clone(memory_format=torch.contiguous_format)
         yield f"tensor{tuple(value.shape)}{value.dtype}".encode()
         if flat.numel():
             yield memoryview(flat.view(torch.uint8).numpy())

@@ -41,7 +41,7 @@ T = TypeVar("T")
 Scalar = bool | int | float | str | None
 
 #: Raised when files change their meaning; directories of another format are refused.
-FORMAT = 9
+FORMAT = 11
 _NAME = re.compile(r"(?!(?:manifest|lock)$)[a-z0-9_-]+(/[a-z0-9_-]+)*(\.\d{6})?", re.ASCII)
 _LAST = 999_999
 _NUMBER = re.compile(r"\.(\d{6})\.(?:json|safetensors)\Z", re.ASCII)
@@ -149,11 +149,17 @@ class Manifest:
         return path
 
     def value(
-        self, name: str, cls: type[T], *, device: torch.device | str = "cpu", more: Iterable[str] = ()
+        self,
+        name: str,
+        cls: type[T],
+        *,
+        device: torch.device | str = "cpu",
+        more: Iterable[str] = (),
+        mapped: bool = False,
     ) -> T:
-        """An artifact; ``more`` name others that hold tensors it refers to."""
+        """An artifact; ``more`` name others that hold tensors it refers to. ``mapped`` ones stay in their file."""
         others = [self.file(other) for other in more]
-        return files.read_value(self.file(name), cls, device=device, more=others)
+        return files.read_value(self.file(name), cls, device=device, more=others, mapped=mapped)
 
     def tree(self, name: str, more: Iterable[str] = ()) -> tuple[Any, dict[str, Tensor]]:
         """The same as it is in its file; see `whence.runs.codec`."""

@@ -11,6 +11,8 @@ forwards at ``θ ± δu``. A batch's terms come out one by one, so scores per to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from whence.model.inspection import check_finite
 from whence.tasks import Batch
 from whence.vectors import ParamVector
 
-__all__ = ["DirectionalDerivatives", "gradient_products", "layer_products"]
+__all__ = ["DirectionalDerivatives", "gradient_products", "layer_products", "loss_slopes"]
 
 
 class DirectionalDerivatives:
@@ -98,6 +100,18 @@ def gradient_products(gnh: GaussNewton, directions: ParamVector, batch: Batch) -
     return total, square
 
 
+def loss_slopes(gnh: GaussNewton, batch: Batch) -> Callable[[Tensor], list[Tensor]]:
+    """From a batch's outputs to ``∂ℓ(z)/∂h`` of its examples: what passes by layers go back from."""
+
+    def slopes(outputs: Tensor) -> list[Tensor]:
+        check_finite(outputs)
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            return list(torch.autograd.grad(gnh.task.query_losses(leaf, batch).sum(), leaf))
+
+    return slopes
+
+
 def layer_products(
     gnh: GaussNewton, directions: ParamVector, batch: Batch, *, norms: bool
 ) -> tuple[Tensor, Tensor]:
@@ -110,27 +124,25 @@ def layer_products(
     total = torch.zeros(directions.columns or 1, n, dtype=torch.float64, device=batch.targets.device)
     squares = torch.zeros(n, dtype=torch.float64, device=batch.targets.device)
 
-    def slopes(outputs: Tensor) -> list[Tensor]:
-        check_finite(outputs)
-        with torch.enable_grad():
-            leaf = outputs.detach().requires_grad_()
-            return list(torch.autograd.grad(gnh.task.query_losses(leaf, batch).sum(), leaf))
-
-    for passed in gnh.example_gradients().passes(batch, slopes):
+    for passed in gnh.example_gradients().passes(batch, loss_slopes(gnh, batch)):
         for name, own in directions.items():
             rows = network.whole(name, own)
-            if norms:
-                gradient = passed.gradients(name)
-                if gradient is not None:
-                    flat = network.scaled_whole(name, gradient).reshape(n, -1)
-                    total.add_(rows.reshape(len(rows), -1) @ flat.T)
-                    # a few at a time, since they are copied into float64
-                    lengths = [
-                        torch.linalg.vector_norm(few, dim=1, dtype=total.dtype) for few in flat.split(64)
-                    ]
-                    squares.add_(torch.cat(lengths).square_())
+            if not norms:
+                products = passed.products(name, network.scaled_whole(name, rows))
+                if products is not None:
+                    total.add_(products)
                 continue
-            products = passed.products(name, network.scaled_whole(name, rows))
-            if products is not None:
-                total.add_(products)
+            first, along = 0, rows.reshape(len(rows), -1)
+            scale = network.scaled_whole(
+                name, rows.new_ones(rows.shape[1:])
+            )  # once, since processes must meet for it
+            for few in passed.of_few([name], along.shape[1]):
+                gradient = few.gradients(name)
+                if gradient is None:
+                    break
+                flat = (gradient * scale).reshape(len(gradient), -1)
+                columns = slice(first, first + len(flat))
+                total[:, columns] += along @ flat.T
+                squares[columns] += torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square_()
+                first = columns.stop
     return total, squares

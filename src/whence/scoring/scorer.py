@@ -42,6 +42,7 @@ class Scorer:
             `whence.scoring.cost`.
         norms: whether the lengths of the examples' gradients will be asked for. They are a by-product of gradients; the
             other way estimates them from the derivatives along a few random directions, which has a price.
+        exact: whether these lengths must be exact: ``"auto"`` then chooses among the ways that have gradients.
 
     Example:
         >>> from whence import Classification
@@ -64,6 +65,7 @@ class Scorer:
         data: Any = None,
         method: Method = "auto",
         norms: bool = False,
+        exact: bool = False,
     ) -> None:
         if method not in get_args(Method):
             raise OptionError(
@@ -86,14 +88,14 @@ class Scorer:
         self._pilot = self.terms.fetch(self.terms.longest(2))
         #: The counted work of one example, and what the choice was made from.
         self.work: Work = count_work(gnh, self._pilot)
-        exact = gnh.product == "exact"
-        vectorised = exact and gnh.vectorises(self._pilot, self._opened)
+        by_dual_numbers = gnh.product == "exact"
+        vectorised = by_dual_numbers and gnh.vectorises(self._pilot, self._opened)
         #: Whether lengths of gradients can be asked for.
         self.norms = norms
         self._count, self._probes = directions.columns or 1, _PROBES if norms else 0
         together = self._count + self._probes
         self._costs = {
-            "directional": self.work.directional(together, exact=exact, vectorised=vectorised),
+            "directional": self.work.directional(together, exact=by_dual_numbers, vectorised=vectorised),
             "gradients": self.work.gradients(self._count),
         }
         missing = gnh.example_gradients().missing if method in ("auto", "layers") else {}
@@ -104,11 +106,13 @@ class Scorer:
             )
         if not missing:
             self._costs["layers"] = self.work.layers(self._count, norms=norms)
-        # without lengths, most layers need no gradients for their products
-        held = gnh.example_gradients().at_once * (1 if norms else 4) if "layers" in self._costs else 1
-        self._at_once = min(gnh.micro_batch, held)
         #: ``"directional"``, ``"layers"`` or ``"gradients"``.
-        self.method: str = min(self._costs, key=self._costs.__getitem__) if method == "auto" else method
+        self.method: str = method
+        if method == "auto":
+            ways = [way for way in self._costs if not (exact and way == "directional")]
+            self.method = min(ways, key=self._costs.__getitem__)
+        #: Examples per pass along all directions together, whose tangents are the largest.
+        self._at_once = gnh.examples_at_once(self._opened)
         self._derivatives: DirectionalDerivatives | None = None
 
     @property
@@ -153,12 +157,12 @@ class Scorer:
                     products, squares[column] = gradient_products(self.gnh, self._opened, batch)
                     result[:k, column] = products.cpu()
         elif self.method == "layers":
-            for columns, batch in self._batches(positions, self._at_once):
+            for columns, batch in self._batches(positions, self.gnh.micro_batch):
                 products, lengths = layer_products(self.gnh, self._opened, batch, norms=self.norms)
                 held = len(columns)
                 result[:k, columns], squares[columns] = products[:, :held].cpu(), lengths[:held].cpu()
         else:
-            for columns, shares in self._shares(self._batches(positions, self.gnh.micro_batch)):
+            for columns, shares in self._shares(self._batches(positions, self._at_once)):
                 result[:, columns] = shares[:, : len(columns)].sum(2)
         result, squares = ranks.sum(result), ranks.sum(squares)
         if not self._probes:
@@ -184,7 +188,7 @@ class Scorer:
         directional derivatives cost, whichever way scores are computed in.
         """
         result = [torch.empty(0)] * len(positions)
-        alike = self._batches(positions, self.gnh.micro_batch, all_alike=True)
+        alike = self._batches(positions, self._at_once, all_alike=True)
         for columns, shares in self._shares(alike):
             for row, column in enumerate(columns.tolist()):
                 alone = self.terms.fetch(positions[column : column + 1])  # without its batch's padding

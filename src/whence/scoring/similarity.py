@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from whence.arguments import checked
 from whence.errors import OptionError
 from whence.solvers import Solution
 from whence.vectors import ParamVector
@@ -20,6 +21,7 @@ from whence.vectors import ParamVector
 __all__ = ["cosines", "gradient_similarity", "influence_similarity", "similarity_of_chains"]
 
 
+@checked()
 def gradient_similarity(gradients: ParamVector) -> Tensor:
     """Cosines between the columns of a block of gradients, ``[k, k]`` in float64.
 
@@ -34,6 +36,7 @@ def gradient_similarity(gradients: ParamVector) -> Tensor:
     return cosines(gradients.gram(gradients))
 
 
+@checked()
 def influence_similarity(solution: Solution, gradients: ParamVector) -> tuple[Tensor, Tensor]:
     """Influence-similarity of the examples whose gradients were solved for, and its standard error.
 

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from whence.arguments import checked
+from whence.cards import table_card
 from whence.errors import OptionError, VectorError
 from whence.operators import Damped, failures_become_typed
 from whence.progress import ticker
@@ -33,6 +35,9 @@ __all__ = [
     "Statistics",
     "check_system",
 ]
+
+#: Right-hand sides whose residuals a solution shows.
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -177,6 +182,30 @@ class Solution:
     value: ParamVector
     chains: tuple[ParamVector, ...]
     stats: Statistics
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """Name and value of everything that is shown."""
+        stats = self.stats
+        residuals = zip(
+            stats.residual.reshape(-1).tolist(), stats.residual_stderr.reshape(-1).tolist(), strict=True
+        )
+        shown = [f"{value:.2g}" + (f" ± {error:.1g}" if error else "") for value, error in residuals]
+        more = f", … of {len(shown)}" if len(shown) > _SHOWN else ""
+        converged = stats.converged.reshape(-1)
+        return [
+            ("solver", stats.solver),
+            ("converged", f"{int(converged.sum())} of {len(converged)}"),
+            ("residual", f"{', '.join(shown[:_SHOWN])}{more}   of ‖g‖"),
+            ("chains", f"{len(self.chains)}"),
+            ("cost", f"{stats.num_products:,} products over {stats.num_term_products:,} terms"),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join([*(f"{name:<9}  {value}" for name, value in self._rows()), *self.stats.events])
+
+    def _repr_html_(self) -> str:
+        """A card, for notebooks."""
+        return table_card("A solution of (H + λ)u = g", self._rows(), self.stats.events)
 
     @property
     def converged(self) -> Tensor:
@@ -328,6 +357,7 @@ class Solver(ABC, Generic[S]):
 
     @one_at_a_time
     @failures_become_typed()
+    @checked("A", "rhs", "start")
     def solve(
         self,
         A: Damped,
@@ -352,6 +382,10 @@ class Solver(ABC, Generic[S]):
         """
         check_system(A, rhs, start)
         self.check(A, rhs, start)
+        if state is not None and not isinstance(state, self.state_type):
+            raise OptionError(
+                f"state is a {type(state).__name__}; {self.name} goes on with a {self.state_type.__name__}"
+            )
         if journal is not None:
             state = journal.restore() or state
         if state is None:

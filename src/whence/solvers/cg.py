@@ -23,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from whence.arguments import check_fields
 from whence.errors import OptionError
 from whence.operators import Damped
 from whence.preconditioners import Preconditioner
@@ -93,6 +94,7 @@ class ConjugateGradient(Solver[CGState]):
     verify: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, example in (
             ("tolerance", "such as 0.1"),
             ("score_error", "such as 0.1, or None"),

@@ -71,14 +71,30 @@ class Divergence:
         return float(product.dot(self.preconditioner.solve(product)) / direction.dot(product))
 
     @cached_property
-    def _heaviest(self) -> str:
-        """Whose curvature it was: the example of the last batch that has most of it, beside the data."""
+    def _heaviest(self) -> tuple[str, float] | None:
+        """Whose curvature it was: the example of the last batch that has most of it along the path."""
         direction = self._direction
-        found = None if self.batch is None or direction is None else self.batch.heaviest_term(direction)
-        if found is None or direction is None:
+        return None if self.batch is None or direction is None else self.batch.heaviest_term(direction)
+
+    @property
+    def needed(self) -> int:
+        """Terms of a batch that the heaviest example does not upset: its part of ``ηH̃`` along the path is at most 1.
+
+        With ``ρ = vᵀH_z v`` of this example alone, the mean square along v stays bounded where ``η(ρ/|B| + vᵀHv + λ)``
+        is below 2, |B| in examples.
+        """
+        if self._heaviest is None or self.preconditioner is not None:
+            return 1
+        examples = math.ceil(self.plan.step_size * self._heaviest[1])
+        return examples * self.system.sample(1, torch.Generator().manual_seed(self.step)).num_terms
+
+    @cached_property
+    def _whose(self) -> str:
+        """The same in words, beside the data."""
+        if self._heaviest is None or self._direction is None:
             return ""
-        name, own = found
-        usual = float(self._large.operator.quadratic_form(direction))
+        name, own = self._heaviest
+        usual = float(self._large.operator.quadratic_form(self._direction))
         return f" In the last batch, {name} alone has a curvature of {own:.3g} along the path, the data {usual:.3g}."
 
     @property
@@ -98,7 +114,7 @@ class Divergence:
                 f"{what} The step η = {self.plan.step_size:.3g} is too long: the curvature along the path, damping "
                 f"included, is {self.curvature:.3g}, the plan assumed λmax = {self.plan.spectrum.lambda_max}."
             )
-        return f"{what} The batch |B| = {self.plan.batch_size:,} is too small for this step.{self._heaviest}"
+        return f"{what} The batch |B| = {self.plan.batch_size:,} is too small for this step.{self._whose}"
 
 
 def answer(divergence: Divergence, A: Damped, plan: Plan, *, attempt: int, recover: bool) -> Plan:
@@ -113,7 +129,8 @@ def answer(divergence: Divergence, A: Damped, plan: Plan, *, attempt: int, recov
         raise DivergenceError(f"{divergence.message} Try: {advice}, or a larger damping.")
     # examples are drawn whole: twice a batch of half a sequence would be the same one sequence
     drawn = A.sample(plan.batch_size, torch.Generator().manual_seed(divergence.step)).num_terms
-    larger = max(2 * plan.batch_size, 2 * drawn, plan.smallest_stable_batch)
-    if not too_long and larger <= A.num_terms:
+    least = max(2 * plan.batch_size, 2 * drawn, plan.smallest_stable_batch)
+    larger = min(max(least, divergence.needed), A.num_terms)
+    if not too_long and larger >= least:
         return plan.replace(batch_size=larger)
     return plan.replace(step_size=plan.step_size / 2, num_steps=2 * plan.num_steps)

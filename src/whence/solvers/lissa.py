@@ -11,7 +11,9 @@ it, at the cost of one vector; the last iterate, as in the paper, is available o
 *Preconditioner.* ``u^t = u^{t-1} - ηP⁻¹[(H̃_t + λ)u^{t-1} - g]`` from ``u⁰ = P⁻¹g``, under a plan that was made for it
 (`Plan.preconditioned`).
 *Divergence.* ``‖u*‖ ≤ ‖g‖/λ``. A path that leaves this ball, or one that holds its start, too, by a factor is
-diverging, whatever the cause (`whence.solvers.divergence`).
+diverging, whatever the cause (`whence.solvers.divergence`). It goes back a part of its way, where its iterate was kept
+in the average's place, or to the average itself, and goes on with a larger batch. Chains that are done go through their
+tails again from their averages, as the smaller batch's noise is in these.
 
 Memory, in vectors of the parameters' size, for each right-hand side and beside the model: a step holds the right-hand
 side, the iterate and one average per chain begun; and one gradient when a batch does not fit in a single pass, or when
@@ -29,6 +31,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from whence.arguments import check_fields
 from whence.errors import OptionError, WhenceWarning
 from whence.operators import Damped
 from whence.preconditioners import Preconditioner
@@ -49,6 +52,8 @@ __all__ = ["Chain", "Lissa", "LissaState"]
 
 #: A solve of more steps than this, over all chains, ends on no machine.
 _MOST_PRODUCTS = 10**8
+#: Parts of a path before its tail; at the end of each there is a place to go back to.
+_PARTS = 8
 
 
 @dataclass
@@ -57,7 +62,8 @@ class Chain:
 
     Attributes:
         iterate: u^t.
-        average: of the tail so far; the iterate itself where only the last one counts.
+        average: of the tail so far, before it an iterate to go back to; the iterate itself where only the last one
+            counts.
         step: t.
         generator: draws this chain's batches.
     """
@@ -80,6 +86,7 @@ class LissaState:
         start: u⁰ of all chains, where it was given.
         chain: the one under way, or None between two.
         finished: averages of the chains that are done.
+        halfway: those of chains that were done with smaller batches, whose tails are to come again.
         paths: gᵀu along every chain so far, ``[steps][columns]`` each.
         products, terms: spent so far.
         events, operator: see `whence.solvers.base.State`.
@@ -92,6 +99,7 @@ class LissaState:
     start: ParamVector | None = None
     chain: Chain | None = None
     finished: list[ParamVector] = field(default_factory=list, metadata={"appended": True})
+    halfway: list[ParamVector] = field(default_factory=list)
     paths: list[list[list[float]]] = field(default_factory=list)
     products: int = 0
     terms: int = 0
@@ -135,6 +143,7 @@ class Lissa(Solver[LissaState]):
     preconditioner: Preconditioner | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.average not in ("tail", "last"):
             raise OptionError(f"average is {self.average!r}; it must be 'tail' or 'last'")
         if not 0 < self.tail <= 1:
@@ -180,21 +189,24 @@ class Lissa(Solver[LissaState]):
         return LissaState(self.plan, seeds.tolist(), generator.get_state(), radius, start)
 
     def step(self, A: Damped, rhs: ParamVector, state: LissaState) -> None:
-        """One step of the chain under way, or of the next; a path that diverges begins again, more cautiously."""
+        """One step of the chain under way, or of the next; a path that diverges goes back, and on more cautiously."""
         if state.chain is None:
             state.chain = self._chain(A, rhs, state)
-            state.paths.append([])
+            here = state.chain.iterate.dot(rhs).reshape(-1).tolist() if state.chain.step else []
+            state.paths.append([here] * state.chain.step)
         chain, plan = state.chain, state.plan
         A_t = self.update(chain, A, rhs, plan)
         state.products += 1
         state.terms += plan.batch_size
         if left_the_ball(chain.iterate, state.radius):
             diverged = Divergence(chain.iterate, chain.step, state.radius, A, plan, self.preconditioner, A_t)
-            self._begin_again(A, state, diverged)
+            self._go_back(A, rhs, state, chain, diverged)
             return
         kept = self.averaged(plan).start
         if self.average == "tail" and chain.step >= kept:
             chain.average.lerp_(chain.iterate, 1 / (chain.step - kept + 1))
+        elif self.average == "tail" and chain.step % self._part(plan) == 0:
+            chain.average.copy_(chain.iterate)
         state.paths[-1].append(chain.iterate.dot(rhs).reshape(-1).tolist())
         if chain.step >= plan.num_steps:
             state.finished.append(chain.average)
@@ -265,23 +277,52 @@ class Lissa(Solver[LissaState]):
         return range(plan.num_steps - kept + 1, plan.num_steps + 1)
 
     def _chain(self, A: Damped, rhs: ParamVector, state: LissaState) -> Chain:
-        """The next chain, at ``u⁰ = g/λ``, ``P⁻¹g``, or the given start, with a random stream of its own."""
-        if state.start is not None:
-            iterate = state.start.clone()
-        elif self.preconditioner is not None:
-            iterate = self.preconditioner.solve(rhs)
+        """The next chain, with a random stream of its own."""
+        seed, step = state.seeds[len(state.finished)] + len(state.events), 0
+        if state.halfway:
+            iterate = state.halfway.pop(0).clone()
+            step = self.averaged(state.plan).start - 1 if self.average == "tail" else 0
         else:
-            iterate = rhs.clone().scale_(1 / A.damping)
+            iterate = self._start(A, rhs, state)
         average = iterate.zeros_like() if self.average == "tail" else iterate
-        return Chain(iterate, average, 0, torch.Generator().manual_seed(state.seeds[len(state.finished)]))
+        return Chain(iterate, average, step, torch.Generator().manual_seed(seed))
 
-    def _begin_again(self, A: Damped, state: LissaState, diverged: Divergence) -> None:
-        plan = answer(diverged, A, state.plan, attempt=len(state.events), recover=self.recover)
-        # A chain of smaller batches estimates the same thing, if less sharply; one of another step has another bias.
-        if plan.step_size != state.plan.step_size:
-            state.finished = []
-        state.plan, state.chain, state.paths = plan, None, state.paths[: len(state.finished)]
-        again = "this chain" if state.finished else "all chains"
+    def _start(self, A: Damped, rhs: ParamVector, state: LissaState) -> ParamVector:
+        """``u⁰``: g/λ, ``P⁻¹g``, or as it was given."""
+        if state.start is not None:
+            return state.start.clone()
+        if self.preconditioner is not None:
+            return self.preconditioner.solve(rhs)
+        return rhs.clone().scale_(1 / A.damping)
+
+    def _part(self, plan: Plan) -> int:
+        """Steps between places to go back to."""
+        return max(1, (self.averaged(plan).start - 1) // _PARTS)
+
+    def _go_back(
+        self, A: Damped, rhs: ParamVector, state: LissaState, chain: Chain, diverged: Divergence
+    ) -> None:
+        """From the last place that was kept, by a more cautious plan; from the start where there was none."""
+        old, kept = state.plan, self.averaged(state.plan).start
+        plan = answer(diverged, A, old, attempt=len(state.events), recover=self.recover)
+        back = min(
+            chain.step - 1, kept - 1
+        )  # in the tail, the average is as good a place as the path's before it
+        back = 0 if self.average == "last" else back if chain.step > kept else back - back % self._part(old)
+        del state.paths[-1][back:]
+        if back:
+            chain.iterate.copy_(chain.average)
+        else:
+            chain.iterate.copy_(self._start(A, rhs, state))
+        chain.step = back
+        anew = plan.step_size != old.step_size
+        # by another step all have another bias; of noise, smaller batches have more than an equal share in a mean
+        state.halfway = [] if anew else [*state.finished, *state.halfway]
+        state.finished, state.paths = [], [[] if anew else state.paths[-1]]
+        if anew:  # what the start left is smaller where the path goes on from: a whole path from there has less bias
+            chain.step = 0
+        state.plan = plan
         settings = f"η = {plan.step_size:.3g}, |B| = {plan.batch_size:,}, T = {plan.num_steps:,}"
-        state.events.append(f"{diverged.message} Starting {again} again with {settings}.")
+        again = ", and all chains anew" if anew else ""
+        state.events.append(f"{diverged.message} Going on from step {back} with {settings}{again}.")
         warnings.warn(state.events[-1], WhenceWarning, stacklevel=4)

@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from whence.arguments import check_fields, checked
+from whence.cards import table_card
 from whence.errors import OptionError
 from whence.operators import check_damping as check_number
 from whence.spectrum import Spectrum
@@ -114,16 +116,23 @@ class Plan:
     constant: float
 
     def __post_init__(self) -> None:
+        check_fields(self, "batch_size", "num_steps", "chains")
         for name in ("damping", "step_size", "constant"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise OptionError(f"{name} must be a positive number, got {value}")
         for name in ("batch_size", "num_steps", "chains"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value != int(value) or value < 1:
+            if (
+                not isinstance(value, (int, float))
+                or not math.isfinite(value)
+                or value != int(value)
+                or value < 1
+            ):
                 raise OptionError(f"{name} must be a whole number of at least 1, got {value}")
 
     @classmethod
+    @checked()
     def from_spectrum(
         cls, spectrum: Spectrum, damping: float, *, C: float = 2.0, chains: int = 4, errors: float = 2.0
     ) -> Plan:
@@ -157,6 +166,7 @@ class Plan:
         )
 
     @classmethod
+    @checked()
     def tuned(
         cls,
         spectrum: Spectrum,
@@ -177,6 +187,8 @@ class Plan:
             refine: cost of each chain as a multiple of the paper's plan; see `refined`. At 1, what the start leaves
                 behind is not small beside the averaged noise, and intervals may cover a little too little.
         """
+        if num_terms < 1:
+            raise OptionError(f"num_terms is {num_terms}; a plan needs data of at least one term")
         damping = resolve_damping(damping, spectrum)
         plan = cls.from_spectrum(spectrum, damping, C=spectrum.safe_constant, chains=chains).refined(refine)
         return plan._within(num_terms)
@@ -226,8 +238,8 @@ class Plan:
 
         A longer tail and a larger batch lower the error of one chain more than as many chains would.
         """
-        if not factor >= 1:
-            raise OptionError(f"factor must be at least 1, got {factor}")
+        if not 1 <= factor < math.inf:
+            raise OptionError(f"factor must be a number of at least 1, got {factor}")
         root = math.sqrt(factor)
         return self.replace(batch_size=_ceil(root * self.batch_size), num_steps=_ceil(root * self.num_steps))
 
@@ -291,24 +303,36 @@ class Plan:
         """
         return 4 + self.chains
 
-    def __str__(self) -> str:
-        spectrum = self.spectrum
-        lines = [
-            f"damping   λ    {self.damping:.4g}   (κ = λmax/λ = {self.condition_number:.3g})",
-            f"step      η    {self.step_size:.4g}",
-            f"batch    |B|   {self.batch_size:,} terms   (C = {self.constant:.3g})",
-            f"steps     T    {self.num_steps:,}   in each of {self.chains} chains",
-            f"expected       bias ≤ {self.bias:.2g}, sampling ≤ {self.sampling_error:.2g} of ‖g‖/λ (last iterate)",
-            f"cost           {self.num_products:,} products over {self.num_term_products:,} terms"
-            + (f", about {format_duration(self.seconds)}" if self.seconds is not None else ""),
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Name, symbol and value of everything that is shown."""
+        cost = f"{self.num_products:,} products over {self.num_term_products:,} terms"
+        if self.seconds is not None:
+            cost += f", about {format_duration(self.seconds)}"
+        memory = f"{self.memory_copies} vectors of the parameters' size per right-hand side"
+        if self.spectrum.num_parameters is not None:
+            memory += f": {format_bytes(4 * self.spectrum.num_parameters * self.memory_copies)} in float32"
+        expected = f"bias ≤ {self.bias:.2g}, sampling ≤ {self.sampling_error:.2g} of ‖g‖/λ (last iterate)"
+        rows = [
+            ("damping", "λ", f"{self.damping:.4g}   (κ = λmax/λ = {self.condition_number:.3g})"),
+            ("step", "η", f"{self.step_size:.4g}"),
+            ("batch", "|B|", f"{self.batch_size:,} terms   (C = {self.constant:.3g})"),
+            ("steps", "T", f"{self.num_steps:,}   in each of {self.chains} chains"),
+            ("expected", "", expected),
+            ("cost", "", cost),
+            ("memory", "", memory),
         ]
-        memory = f"memory         {self.memory_copies} vectors of the parameters' size per right-hand side"
-        if spectrum.num_parameters is not None:
-            memory += f": {format_bytes(4 * spectrum.num_parameters * self.memory_copies)} in float32"
-        lines.append(memory)
         if not self.stable:
-            lines.append("warning        step or batch is outside the stable range: expect divergence")
-        return "\n".join(lines)
+            rows.append(("warning", "", "step or batch is outside the stable range: expect divergence"))
+        return rows
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<8} {symbol:^4}  {value}" for name, symbol, value in self._rows())
+
+    def _repr_html_(self) -> str:
+        """A card, for notebooks."""
+        return table_card(
+            "LiSSA's plan", [(f"{name} {symbol}", value) for name, symbol, value in self._rows()]
+        )
 
 
 def _ceil(x: float) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from whence.arguments import check_fields
 from whence.errors import OptionError, SolverError
 
 __all__ = ["Estimate"]
@@ -26,6 +27,7 @@ class Estimate:
     stderr: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not math.isfinite(self.value) or not self.stderr >= 0:
             raise OptionError(f"not an estimate: value {self.value}, standard error {self.stderr}")
 

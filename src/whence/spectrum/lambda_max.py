@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from whence.arguments import checked
 from whence.errors import OptionError
 from whence.operators import LinearOperator
 from whence.progress import ticker
@@ -48,6 +49,7 @@ class LanczosResult:
     top_vector: ParamVector | None = None
 
 
+@checked()
 def lanczos(
     operator: LinearOperator,
     *,
@@ -192,6 +194,7 @@ class SketchResult:
     num_products: int
 
 
+@checked()
 def sketch(
     operator: LinearOperator,
     *,
@@ -219,8 +222,12 @@ def sketch(
     """
     if variant not in ("dense", "concatenated"):
         raise OptionError(f"variant is {variant!r}; it must be 'dense' or 'concatenated'")
-    if dimension < 2 or at_once < 1:
-        raise OptionError(f"a sketch needs dimension ≥ 2 and at_once ≥ 1, got {dimension} and {at_once}")
+    if not 2 <= dimension < 2**20 or at_once < 1:
+        raise OptionError(
+            f"a sketch needs dimension from 2 to 2^20 and at_once ≥ 1, got {dimension} and {at_once}"
+        )
+    if not 0 <= seed < 2**40:
+        raise OptionError(f"seed is {seed}; give a whole number from 0 to 2^40")
     space = operator.zeros()
     blocks: list[str | None] = [None] if variant == "dense" else list(space)
     size = dimension * len(blocks)

@@ -22,6 +22,7 @@ from whence.spectrum.estimate import Estimate
 from whence.vectors import ParamVector
 
 __all__ = [
+    "check_probes",
     "frobenius_from_products",
     "sampling_constant",
     "trace_and_frobenius_from_gradients",
@@ -36,7 +37,7 @@ def trace_from_quadratic_forms(
 
     ``batch_size=None`` uses the whole operator in every probe.
     """
-    _check_probes(probes)
+    check_probes(probes)
     values = []
     for _ in track(range(probes), "trace"):
         vector = operator.zeros().rademacher_like(generator)
@@ -48,7 +49,7 @@ def frobenius_from_products(
     operator: LinearOperator, *, probes: int, batch_size: int, generator: torch.Generator
 ) -> Estimate:
     """``‖H‖_F`` from the mean of ``⟨H̃ v, Ĥ v⟩`` over independent pairs of batches."""
-    _check_probes(probes)
+    check_probes(probes)
     values = []
     for _ in track(range(probes), "Frobenius norm"):
         vector = operator.zeros().randn_like(generator)
@@ -61,7 +62,7 @@ def trace_and_frobenius_from_gradients(
     operator: LinearOperator, *, probes: int, batch_size: int, generator: torch.Generator
 ) -> tuple[Estimate, Estimate]:
     """``Tr(H)`` and ``‖H‖_F`` from ``probes`` gradients with sampled labels, used in pairs."""
-    _check_probes(probes)
+    check_probes(probes)
     squares, products = [], []
     for _ in track(range(probes // 2), "trace and Frobenius norm"):
         first = operator.sample_factor(batch_size, generator)
@@ -94,7 +95,7 @@ def sampling_constant(
         generator: draws the batches and v.
         along: a direction v and its curvature ``vᵀHv``; by default the average over directions.
     """
-    _check_probes(probes)
+    check_probes(probes)
     if trace.value <= 0:
         raise OptionError(f"the trace is {trace.value:.3g}: the operator is zero, and C.1 says nothing")
     values = []
@@ -115,6 +116,7 @@ def _drawn(operator: LinearOperator, batch_size: int | None, generator: torch.Ge
     return operator if batch_size is None else operator.sample(batch_size, generator)
 
 
-def _check_probes(probes: int) -> None:
-    if probes < 2:
-        raise OptionError(f"{probes} probes cannot give a standard error; use at least 2")
+def check_probes(probes: int) -> None:
+    """Refuse numbers of probes that no error can be told from, or that are beyond all."""
+    if not 2 <= probes < 2**40:
+        raise OptionError(f"probes is {probes}; a standard error needs at least 2, and 64 are many")

@@ -13,12 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from whence.arguments import checked
+from whence.cards import table_card
 from whence.errors import OptionError, SolverError, WhenceWarning
 from whence.operators import Damped, LinearOperator, check_damping, failures_become_typed
 from whence.spectrum.density import Density
 from whence.spectrum.estimate import Estimate
 from whence.spectrum.lambda_max import LanczosResult, lanczos
 from whence.spectrum.moments import (
+    check_probes,
     frobenius_from_products,
     sampling_constant,
     trace_and_frobenius_from_gradients,
@@ -163,22 +166,28 @@ class Spectrum:
                 found.append(f"{small_name} = {small} exceeds {large_name} = {large}")
         return found
 
-    def __str__(self) -> str:
-        lines = [
-            f"Tr(H)    {self.trace}",
-            f"‖H‖_F    {self.frobenius}",
-            f"λmax     {self.lambda_max}",
-        ]
+    def _rows(self) -> list[tuple[str, str]]:
+        """Name and value of everything that is shown."""
+        rows = [("Tr(H)", f"{self.trace}"), ("‖H‖_F", f"{self.frobenius}"), ("λmax", f"{self.lambda_max}")]
         if self.sampling_constant is not None:
-            lines.append(f"Ĉ        {self.sampling_constant}   (condition C.1; the paper assumes 2)")
+            rows.append(("Ĉ", f"{self.sampling_constant}   (condition C.1; the paper assumes 2)"))
         if self.top_sampling_constant is not None:
-            lines.append(f"Ĉ(v₁)    {self.top_sampling_constant}   (the same along the top eigenvector)")
-        lines += [f"inconsistent: {problem}" for problem in self.inconsistencies()]
-        return "\n".join(lines)
+            rows.append(("Ĉ(v₁)", f"{self.top_sampling_constant}   (the same along the top eigenvector)"))
+        return rows
+
+    def __str__(self) -> str:
+        problems = (f"inconsistent: {problem}" for problem in self.inconsistencies())
+        return "\n".join([*(f"{name:<8} {value}" for name, value in self._rows()), *problems])
+
+    def _repr_html_(self) -> str:
+        """A card, for notebooks."""
+        problems = [f"Inconsistent: {problem}." for problem in self.inconsistencies()]
+        return table_card("Spectrum of the curvature", self._rows(), problems)
 
 
 @one_at_a_time
 @failures_become_typed()
+@checked()
 def estimate_spectrum(
     operator: LinearOperator,
     *,
@@ -208,6 +217,7 @@ def estimate_spectrum(
     """
     if isinstance(operator, Damped):
         raise OptionError("estimate the spectrum of the operator itself; pass `damped.operator`")
+    check_probes(probes)
     n = operator.num_terms
     batch = probe_batch or min(max(16, n // probes), 256, n)
     trace, frobenius = _moments(operator, probes, batch, generator)

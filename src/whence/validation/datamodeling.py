@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from whence.arguments import checked
 from whence.errors import DataError, OptionError
 from whence.validation.retraining import Outcomes
 from whence.validation.statistics import Ranks, draw_weights, rank_correlations
@@ -110,6 +111,7 @@ class DatamodelingDifference:
         )
 
 
+@checked()
 def linear_datamodeling_score(
     scores: Tensor,
     outcomes: Outcomes,

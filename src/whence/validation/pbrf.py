@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.arguments import checked
 from whence.errors import DataError, OptionError, SolverError, WhenceWarning
 from whence.model.selection import ParameterFilter
 from whence.progress import ticker
@@ -79,6 +80,7 @@ class ProximalResponse:
 
 
 @one_at_a_time
+@checked("model", "task", "params")
 def pbrf(
     model: nn.Module,
     train: Any,

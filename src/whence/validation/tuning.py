@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.arguments import checked
 from whence.attribution import Attribution, attribute
 from whence.distributed import one_process
 from whence.errors import DataError, OptionError
+from whence.libraries import data_frame
+from whence.model.inspection import check_mode
 from whence.model.selection import ParameterFilter
 from whence.options import MeasureOptions, chosen_options, takes
 from whence.runs.files import given_path
@@ -156,6 +159,13 @@ class Tuning:
             told.append("The solve at the smallest λ did not converge: take small λ with caution.")
         return " ".join(told)
 
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with a row for each λ, largest first."""
+        rows = zip(self.dampings, self.lds, strict=True)
+        return data_frame(
+            [{"damping": λ, "lds": each.value, "low": each.low, "high": each.high} for λ, each in rows]
+        )
+
     def to_json(self) -> dict[str, Any]:
         """All numbers but the effects, for scripts."""
         return {
@@ -188,6 +198,7 @@ class Tuning:
 
 @takes(MeasureOptions)
 @one_at_a_time
+@checked("model", "task", "params", "trainer", "halves", "seeds", "multiples", "directory", "options")
 def tune(
     model: nn.Module,
     train_set: Any,
@@ -249,14 +260,15 @@ def tune(
         (12, True)
     """
     one_process("tune")
+    check_mode(model)
     chosen = chosen_options(MeasureOptions, options, given)
     grid = _grid(multiples)
-    if type(halves) is not int or halves < _LEAST_HALVES:
+    if type(halves) is not int or not _LEAST_HALVES <= halves < 2**20:
         raise OptionError(
             f"halves is {halves!r}; λ is chosen on one part of them and judged on the rest, which needs at least "
             f"{_LEAST_HALVES}, better 20"
         )
-    if type(seeds) is not int or seeds < 1:
+    if type(seeds) is not int or not 1 <= seeds < 2**20:
         raise OptionError(f"seeds is {seeds!r}; say how many models to train on each half, at least 1")
     if not callable(trainer):
         raise OptionError(f"trainer is a {type(trainer).__name__}; give a function trainer(subset, seed)")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whence.arguments import checked
 from whence.attribution import Attribution
 from whence.attribution.damping import metric_again
 from whence.attribution.identity import operator_identity, recognise
@@ -64,6 +65,7 @@ _RANKED, _QUERIES = 48, 3  # whose order under other dampings is compared, at mo
 
 
 @one_at_a_time
+@checked("model", "task", "params", "directory")
 def validate(
     model: nn.Module,
     train: Any,
@@ -108,6 +110,13 @@ def validate(
     """
     one_process("validate")
     check_options(budget_seconds, points)
+    if not 0 <= seed < 2**40:
+        raise OptionError(f"seed is {seed}; give a whole number from 0 to 2^40")
+    if result.checkpoints:
+        raise OptionError(
+            f"these scores are means over {len(result.checkpoints)} checkpoints, and the checks are about one model; "
+            "validate the run of one of them, whose directory is inside this one’s"
+        )
     settings = result.settings
     gnh = GaussNewton(
         model,
