@@ -322,17 +322,24 @@ def test_signs_and_units_are_those_of_retraining() -> None:
         ({"measure": "odds"}, OptionError, "'loss' or 'margin'"),
         ({"reduce": "max"}, OptionError, "'mean' or 'sum'"),
         ({"contrast": [1]}, DataError, "one entry for each of the 3"),
-        ({"contrast": 1}, DataError, "a single one"),
+        ({"contrast": 1}, OptionError, "contrast is 1"),
         ({"contrast": [0, 0, 0]}, DataError, "contrast of query 0 is what the query says itself"),
         ({"contrast": [9, 0, 0]}, DataError, "label 9"),
         ({"contrast": [1, 0, 0], "measure": "margin"}, OptionError, "leave one of them out"),
-        ({"query_groups": ["a", 3, None]}, DataError, "3; give a name"),
+        ({"query_groups": ["a", 3, None]}, OptionError, "a text or None"),
         ({"query_groups": ["a", "a", None], "contrast": [1, None, None]}, DataError, "different things"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(asked: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         whence.attribute(classifier(), DATA, DATA[:3], task=TASK, damping=0.1, **asked)
+
+
+def test_questions_refuse_what_is_no_list_of_names_or_contrasts() -> None:
+    with pytest.raises(DataError, match="a single one"):
+        Questions(DATA[:3], contrast=1)
+    with pytest.raises(DataError, match="3; give a name"):
+        Questions(DATA[:3], groups=["a", 3, None])
 
 
 def test_questions_say_themselves_what_they_are() -> None:
