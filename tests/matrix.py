@@ -18,18 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / ".venv-matrix"
 #: Those that need no library but the base dependencies.
-TESTS = (
-    "auto",
-    "cg",
-    "codec",
-    "lissa",
-    "options",
-    "plan",
-    "progress",
-    "run_directory",
-    "settling",
-    "shifted",
-)
+TESTS = ("codec", "lissa", "options", "plan", "progress", "run_directory", "shifted")
 SETTINGS = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 

@@ -77,7 +77,9 @@ def test_the_walk_is_the_stack_of_a_forward_pass():
 
     def note(module, inputs):
         frames = [frame for frame in traceback.extract_stack() if "/src/whence/" in frame.filename]
-        frames = [frame for frame in frames if not frame.filename.endswith("arguments.py")]  # around what users call
+        frames = [
+            frame for frame in frames if not frame.filename.endswith("arguments.py")
+        ]  # around what users call
         seen.add(tuple((frame.filename.partition("/src/whence/")[2], frame.name) for frame in frames))
 
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from whence.attribution.ranking import Ranking
+from whence.attribution.ranking import Ranking, Row
 from whence.attribution.result import Attribution
 from whence.attribution.scored import half_width
 
@@ -35,6 +35,6 @@ class Answer:
         width = half_width(self.stderr, float("inf"), confidence)
         return self.estimates - width, self.estimates + width
 
-    def top(self, k: int = 5, *, query: int | None = None, harmful: bool = False) -> Ranking:
+    def top(self, k: int = 5, *, query: int | None = None, harmful: bool = False) -> Ranking[Row]:
         """The k most helpful (or harmful) examples, as `Attribution.top` has them."""
         return self.result.top(k, query=query, harmful=harmful)

@@ -272,8 +272,8 @@ def _ends(found: Tensor, count: int) -> Tensor:
         return torch.arange(n)
     helpful = max(1, -(-2 * count // 3))
     ends = [found.topk(helpful, dim=1).indices, found.topk(count - helpful, dim=1, largest=False).indices]
-    both: Tensor = torch.cat(ends, dim=1)
-    return torch.unique(both)
+    both: Tensor = torch.cat(ends, dim=1).unique()
+    return both
 
 
 def _with_positions(job: Job, positions: Tensor) -> Job:
