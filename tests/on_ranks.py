@@ -225,7 +225,7 @@ def refused() -> Found:
             mlp(),
             labelled(),
             labelled()[:1],
-            None,  # type: ignore[arg-type]  # which is not looked at
+            whence.Attribution.__new__(whence.Attribution),  # which is not looked into
             task=Classification(),
         ),
         "an example that is not finite": lambda: attributed(
