@@ -40,7 +40,7 @@ test-slow: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m slow -n 0
 
 test-faults: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults --results benchmarks/results/faults.json
 	$(VENV)/bin/python -m pytest -m faults -n 0 --hypothesis-show-statistics tests
 
 docs: $(VENV)/.installed

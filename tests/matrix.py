@@ -19,17 +19,6 @@ ROOT = Path(__file__).parents[1]
 PLACE = ROOT / ".venv-matrix"
 #: Those that need no library but the base dependencies.
 TESTS = ("codec", "lissa", "options", "plan", "progress", "run_directory", "shifted")
-    "auto",
-    "cg",
-    "codec",
-    "lissa",
-    "options",
-    "plan",
-    "progress",
-    "run_directory",
-    "settling",
-    "shifted",
-)
 SETTINGS = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 

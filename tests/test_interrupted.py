@@ -197,7 +197,7 @@ def test_a_solve_that_recovers_from_divergence_can_be_interrupted_anywhere(
     assert len(whole.stats.events) >= 2
     assert whole.stats.plan is not None
     assert calls > whole.stats.plan.chains * whole.stats.plan.num_steps + 1
-    assert "again with η" in whole.stats.events[-1]
+    assert "Going on from step" in whole.stats.events[-1]
 
 
 # --- solves of networks ------------------------------------------------------------------------------------------

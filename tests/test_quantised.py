@@ -72,6 +72,7 @@ def four_bits() -> Any:
                 compute_dtype=torch.float32,
                 quant_type="nf4",
             )
+            layer.support_avx512bf16_for_cpu = False  # or some CPUs would compute in bfloat16, and others not
             layer.weight = bnb.nn.Params4bit(
                 module.weight.data, requires_grad=False, quant_type="nf4", module=layer
             ).to("cpu")

@@ -184,7 +184,7 @@ def test_text_cannot_break_the_page() -> None:
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with (
-        pytest.raises(OptionError, match=r'matplotlib is needed.*pip install "whence\[reproduce\]"'),
+        pytest.raises(OptionError, match=r'matplotlib is needed.*pip install "whence\[plot\]"'),
         figure(),
     ):
         pass

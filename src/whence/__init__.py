@@ -18,10 +18,11 @@ from whence import errors
 from whence.attribution import Attribution, attribute, load
 from whence.cleaning import Cleaning, clean
 from whence.exhibit import Exhibit
+from whence.index import Answer, Index, index
 from whence.model.gauss_newton import GaussNewton
 from whence.model.memory import keep_freed_memory
 from whence.operators import Damped, Dense, FiniteSum, LinearOperator
-from whence.options import CleanOptions, Options
+from whence.options import AskOptions, CleanOptions, IndexOptions, Options
 from whence.scoring.similarity import gradient_similarity, influence_similarity
 from whence.solvers import Certificate, ConjugateGradient, Lissa, Solution, Solver, Statistics
 from whence.solvers.plan import Plan
@@ -44,6 +45,8 @@ from whence.validation import Tuning, linear_datamodeling_score, pbrf, tune, val
 from whence.vectors import ParamVector
 
 __all__ = [
+    "Answer",
+    "AskOptions",
     "Attribution",
     "BinaryClassification",
     "Certificate",
@@ -58,6 +61,8 @@ __all__ = [
     "Exhibit",
     "FiniteSum",
     "GaussNewton",
+    "Index",
+    "IndexOptions",
     "LanguageModeling",
     "LinearOperator",
     "Lissa",
@@ -82,6 +87,7 @@ __all__ = [
     "errors",
     "estimate_spectrum",
     "gradient_similarity",
+    "index",
     "influence_similarity",
     "keep_freed_memory",
     "lanczos",

@@ -139,8 +139,8 @@ def _words(hint: Any) -> str:
     if origin is Callable or (getattr(hint, "_is_protocol", False) and "__call__" in _asked(hint)):
         return "a function"
     if origin in (Sequence, list):
-        return f"a list, each of it {_words(inside[0])}"
+        return "a list" if inside[0] is Any else f"a list ({_words(inside[0])} each)"
     if origin in (Mapping, dict):
-        return f"a dictionary, each value {_words(inside[1])}"
+        return "a dictionary" if inside[1] is Any else f"a dictionary ({_words(inside[1])} each)"
     kind = hint if origin is None else origin
     return _WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")

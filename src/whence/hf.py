@@ -55,7 +55,7 @@ _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k")
 _COMPARED, _LOOKED_AT, _KINDS, _LEFT_OUT = 16, 256, 32, -100
 
 
-@checked()
+@checked("queries", "checkpoints")
 def attribute(
     trainer: Any,
     queries: Sequence[Mapping[str, Any]],
@@ -88,6 +88,11 @@ def attribute(
     trainers = list(trainer) if isinstance(trainer, (list, tuple)) else [trainer]
     if not trainers:
         raise OptionError("there are no trainers in the list; give at least one")
+    for each in trainers:
+        if not all(hasattr(each, name) for name in ("model", "args", "train_dataset")):
+            raise ModelError(
+                f"trainer is a {type(each).__name__}; give a transformers.Trainer, or one of TRL's"
+            )
     models = [each.model for each in trainers]
     for model in models:
         if not isinstance(model, nn.Module):
@@ -269,6 +274,10 @@ def _rows(data: Any, first: int | None) -> Any:
         raise DataError(
             f"the training data are a {type(data).__name__}, a stream without length and positions; say how many of "
             "its rows to read, as first=10_000, or give a data set that can be indexed as train="
+        )
+    if not hasattr(data, "__iter__"):
+        raise DataError(
+            f"the training data are a {type(data).__name__}; give a data set, or a stream of rows"
         )
     return list(islice(iter(data), first))
 

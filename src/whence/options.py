@@ -23,8 +23,11 @@ from whence.solvers.plan import check_damping
 from whence.units import duration_seconds
 
 __all__ = [
+    "AskOptions",
     "Budget",
+    "CheckedOptions",
     "CleanOptions",
+    "IndexOptions",
     "MeasureOptions",
     "Options",
     "RunOptions",
@@ -40,7 +43,7 @@ _LARGE = 10**300
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", NoneType: "None"}
 
 F = TypeVar("F", bound=Callable[..., Any])
-O = TypeVar("O", bound="MeasureOptions")  # noqa: E741
+O = TypeVar("O", bound="CheckedOptions")  # noqa: E741
 
 
 def option(default: Any, help: str, *, common: bool = False, saved: bool = True, plan: bool = True) -> Any:
@@ -57,13 +60,8 @@ def option(default: Any, help: str, *, common: bool = False, saved: bool = True,
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureOptions:
-    """What everything that measures a model's curvature has in common: options of `whence spectrum`."""
-
-    product: str = option("auto", "How Gauss-Newton products are computed: auto, exact or finite-difference.")
-    seed: int = option(0, "Of all random numbers.", common=True)
-    micro_batch: int | None = option(None, "Examples per pass; by default as many as fit.")
-    spectrum_terms: int = option(4096, "Terms (tokens) of the data that curvature is measured on, at most.")
+class CheckedOptions:
+    """Options that are refused where they are of another kind than their hints say."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
@@ -73,12 +71,10 @@ class MeasureOptions:
             if type(value) is int and not -_LARGE < value < _LARGE:
                 fits = False
             self._refuse_unless(fits, name, f"it must be {' or '.join(_KINDS[kind] for kind in kinds)}")
-        self._one_of("product", "auto", "exact", "finite-difference")
-        for name in ("micro_batch", "spectrum_terms", "part_size", "shown"):
+        for name in ("micro_batch", "spectrum_terms", "part_size", "shown", "rescored"):
             value = getattr(self, name, None)
             fits = value is None or 1 <= value < 2**40
             self._refuse_unless(fits, name, "it must be a whole number of at least 1, and below 2^40")
-        self._refuse_unless(0 <= self.seed < 2**40, "seed", "give a whole number from 0 to 2^40")
 
     def _refuse_unless(self, fits: bool, name: str, remedy: str) -> None:
         if not fits:
@@ -89,6 +85,21 @@ class MeasureOptions:
     def _one_of(self, name: str, *values: str) -> None:
         *first, last = map(repr, values)
         self._refuse_unless(getattr(self, name) in values, name, f"it must be {', '.join(first)} or {last}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions(CheckedOptions):
+    """What everything that measures a model's curvature has in common: options of `whence spectrum`."""
+
+    product: str = option("auto", "How Gauss-Newton products are computed: auto, exact or finite-difference.")
+    seed: int = option(0, "Of all random numbers.", common=True)
+    micro_batch: int | None = option(None, "Examples per pass; by default as many as fit.")
+    spectrum_terms: int = option(4096, "Terms (tokens) of the data that curvature is measured on, at most.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("product", "auto", "exact", "finite-difference")
+        self._refuse_unless(0 <= self.seed < 2**40, "seed", "give a whole number from 0 to 2^40")
 
     def generator(self, phase: int) -> torch.Generator:
         """Random numbers of one phase: they start from the seed in every phase, so that a resumed run has the same."""
@@ -303,6 +314,37 @@ class CleanOptions(RunOptions):
         self._refuse_unless(several, "exact_solves", "solve for at least 2 examples, or for none (0)")
 
 
+@dataclass(frozen=True, kw_only=True)
+class IndexOptions(RunOptions):
+    """Options of `whence.index`."""
+
+    bytes: int = option(
+        4096,
+        "Of every training example in the index, but for 12 more: eight signs each. A power of two; errors of "
+        "estimates fall with its root.",
+        common=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = 8 <= self.bytes <= 2**20 and self.bytes & (self.bytes - 1) == 0
+        self._refuse_unless(fits, "bytes", "it must be a power of two, from 8 to 2^20, such as 4096")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskOptions(CheckedOptions):
+    """Options of `Index.ask`."""
+
+    rescored: int = option(
+        500,
+        "Examples of every query that are scored again without the index's error: those at the ends of its ranking.",
+        common=True,
+    )
+    baseline: bool = option(True, "Of those also plain gradient dot products, to compare with.", common=True)
+    shown: int = option(20, "Examples at each end of a ranking that are kept for the page.", common=True)
+    title: str = option("Which training examples are behind this?", "Of the page.", common=True)
+
+
 def chosen_options(cls: type[O], options: O | None, given: Mapping[str, Any]) -> O:
     """Options with what was given by keyword; a keyword that is none gets an error that names the nearest."""
     known = [each.name for each in fields(cls)]
@@ -316,7 +358,7 @@ def chosen_options(cls: type[O], options: O | None, given: Mapping[str, Any]) ->
     return replace(cls() if options is None else options, **given)
 
 
-def takes(cls: type[MeasureOptions]) -> Callable[[F], F]:
+def takes(cls: type[CheckedOptions]) -> Callable[[F], F]:
     """Show the common options of ``cls`` in a function's signature, and explain them in its documentation.
 
     The function takes them as ``**given``; its docstring says where with a line ``{options}``.

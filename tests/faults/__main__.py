@@ -35,12 +35,13 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", default=["processes", "damage", "kills"])
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--times", type=int, default=20, help="processes to kill, of every kind")
+    parser.add_argument("--states", type=int, help="after kills, to go on from: so many of every kind; all")
     parser.add_argument(
         "--results", type=Path, help="keeps the counts, and what is there is not counted again"
     )
     given = parser.parse_args()
     parts: dict[str, Callable[[Kind, Path], Any]] = {
-        "kills": kill_everywhere,
+        "kills": partial(kill_everywhere, at_most=given.states),
         "processes": partial(really_killed, times=given.times),
         "damage": damage_everything,
     }

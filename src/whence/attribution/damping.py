@@ -45,6 +45,7 @@ __all__ = [
     "GUESS",
     "RECIPE",
     "STRAIN",
+    "Metric",
     "Weighed",
     "first_damping",
     "in_metric",

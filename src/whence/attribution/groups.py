@@ -7,7 +7,7 @@ that of this one score (docs/math.md, "Groups of examples"), since those of sing
 * Independent chains: each has its own sum, and their spread is the error.
 * A certificate: as of a single example, from the length of the summed gradient, ``b ‖Σ w_z ∇ℓ(z)‖ / √Tr(H)``. Where
   that was not measured, ``Σ w_z ‖∇ℓ(z)‖`` bounds it.
-* An expected error: the errors σ of two of a group's scores are taken to be correlated by ρ = 0.1, so that the square
+* An expected error: the errors σ of two of a group's scores are taken to be correlated by ρ = 0.15, so that the square
   of their sum's error is ``(1 - ρ) Σσ² + ρ (Σσ)²``. With independent errors it would be too small by a factor of 3 for
   groups of a hundred alike, by the triangle inequality too large (``python -m benchmarks.groups``).
   The solver's part of the errors of several checkpoints is summed likewise; their spread is that of the sums.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["ALIKE", "GroupRow", "Grouping", "Groups", "measure_norms", "named_groups"]
 
 #: ρ: how far expected errors of two examples of a group are correlated.
-ALIKE = 0.1
+ALIKE = 0.15
 
 
 @dataclass(frozen=True)

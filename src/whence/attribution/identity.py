@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,14 @@ from whence.solvers import Solver
 from whence.tasks import Questions, Task
 from whence.training import Training
 
-__all__ = ["Portrait", "operator_identity", "question_identity", "recognise"]
+__all__ = [
+    "Portrait",
+    "model_identity",
+    "operator_identity",
+    "question_identity",
+    "recognise",
+    "refuse_another",
+]
 
 #: Numbers that are kept of the outputs, spread over them.
 _NUMBERS = 1024
@@ -34,15 +42,19 @@ _SHOWN = 3
 _ELSEWHERE = ("transformers_version",)
 
 
-def operator_identity(gnh: GaussNewton) -> dict[str, str]:
-    """Which model, task, data and parameters a run is about."""
+def model_identity(gnh: GaussNewton) -> dict[str, str]:
+    """Which model, task and parameters something is about, whatever the data."""
     names = list(gnh.network.parameters)
     return {
         "model": f"{own_type(gnh.network.model).__name__} {of_model(gnh.network.model)}",
         "task": _task(gnh.task),
-        "train": f"{len(gnh.terms)} examples {of_data(gnh.terms.data)}",
         "params": f"{len(names)} tensors, {gnh.num_parameters} parameters {of_value(names)}",
     }
+
+
+def operator_identity(gnh: GaussNewton) -> dict[str, str]:
+    """Which model, task, data and parameters a run is about."""
+    return {**model_identity(gnh), "train": f"{len(gnh.terms)} examples {of_data(gnh.terms.data)}"}
 
 
 def _task(task: Task) -> str:
@@ -90,9 +102,10 @@ class Portrait:
     losses: Tensor
 
     @staticmethod
-    def of(gnh: GaussNewton) -> Portrait:
-        """The model's as it is now, for one forward pass over two examples."""
-        model, batch = gnh.network.model, gnh.terms.fetch(gnh.terms.longest(2))
+    def of(gnh: GaussNewton, positions: Tensor | None = None) -> Portrait:
+        """The model's as it is now, for one forward pass over two examples: by default the longest."""
+        positions = gnh.terms.longest(2) if positions is None else positions
+        model, batch = gnh.network.model, gnh.terms.fetch(positions)
         with torch.no_grad():
             outputs = gnh.network.outputs(batch)
             losses = gnh.task.losses(outputs, batch)
@@ -130,11 +143,16 @@ def recognise(run: Run, gnh: GaussNewton) -> None:
         RunDirectoryError: it is another; says what differs.
     """
     now = Portrait.of(gnh)
-    found = list(run.keep("model", Portrait, lambda: now).different(now))
+    refuse_another(run.path, run.keep("model", Portrait, lambda: now), now)
+
+
+def refuse_another(path: Path | None, kept: Portrait, now: Portrait) -> None:
+    """Refuse a model that is another than the one whose portrait was kept, as `recognise` does."""
+    found = list(kept.different(now))
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise RunDirectoryError(
-            f"{run.path} holds a run about another model of the same weights ({'; '.join(found[:_SHOWN])}{more}). Give "
+            f"{path} holds a run about another model of the same weights ({'; '.join(found[:_SHOWN])}{more}). Give "
             "another directory, or the same model to go on with that run"
         )
 

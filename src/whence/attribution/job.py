@@ -101,6 +101,8 @@ def query_terms(queries: Any, gnh: GaussNewton) -> tuple[Parts, TermSet]:
             "[query]"
         )
     try:
+        if not hasattr(questions.queries, "__len__"):
+            TermSet(questions.queries, gnh.task, gnh.network.device)  # says what they lack
         parts = questions.parts(gnh.task)
         terms = TermSet(parts.examples, gnh.task, gnh.network.device)
         terms.expect(gnh.terms.width, gnh.terms.kinds)

@@ -43,6 +43,8 @@ Kind = Literal["gradients", "query", "factors", "product", "iteration", "scores"
 FACTOR_TERMS, TOP_TERMS = 2**17, 1024
 #: Products of the whole spectrum, of λmax alone, and of a solve for the strain or on halves of the data.
 _SPECTRUM, _TOP, _ROUGH = 24, 12, 8
+#: What a forward pass costs, in products.
+_FORWARD = 0.2
 #: Columns that are solved for on each half of the data; both halves together are all of it.
 _HALVES_COLUMNS = 4
 
@@ -87,10 +89,12 @@ def list_phases(
         Phase("queries", Unit("query"), queries),
         Phase("factors", Unit("factors"), min(1.0, FACTOR_TERMS / terms), exact=False),
         Phase("λmax", product, _TOP * min(1.0, TOP_TERMS / terms), exact=False),
+        Phase("outputs", product, weighed * _FORWARD * float(n > AMONG_FACTORED), exact=False),
         Phase("strain by factors", lengths, weighed * min(1.0, AMONG_FACTORED / n), exact=False),
         Phase("scale", product, 1.0, exact=False),
         Phase("scores", Unit("scores", directions), scored, exact=False),
         Phase("spectrum", product, _SPECTRUM * min(1.0, options.spectrum_terms / terms), quick=False),
+        Phase("all outputs", product, weighed * _FORWARD * float(n > AMONG), quick=False),
         Phase("strain, among", lengths, weighed * min(1.0, AMONG / n), quick=False),
         Phase("strain", Unit("iteration", PROBES), weighed * _ROUGH, quick=False),
         Phase("halves", Unit("iteration", _HALVES_COLUMNS), weighed * _ROUGH, quick=False),

@@ -31,6 +31,7 @@ from whence.scoring import Scorer
 from whence.vectors import ParamVector
 
 __all__ = [
+    "PartSize",
     "Scores",
     "check_examples",
     "directions",

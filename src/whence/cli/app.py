@@ -17,6 +17,7 @@ from whence.attribution.cost import forecast, spectrum_terms
 from whence.attribution.damping import first_damping, metric_of
 from whence.attribution.planning import choice_for
 from whence.cleaning import clean, load_cleaning
+from whence.cli.index import ask_command, index_command
 from whence.cli.inputs import Command, InputOptions, Inputs, TrustRun
 from whence.cli.options import AsJson, guarded, takes
 from whence.cli.outcome import NOT_CONVERGED, print_json, say, tell
@@ -268,6 +269,13 @@ def clean_command(
         raise typer.Exit(NOT_CONVERGED)
 
 
+app.command("index", epilog="Example: [bold]whence index my-model/ --train train.jsonl --index my-index[/]")(
+    index_command
+)
+app.command(
+    "ask",
+    epilog="Example: [bold]whence ask my-index --trust-run --prompt 'My fellow' --completion ' citizens'[/]",
+)(ask_command)
 app.command("validate", epilog="Example: [bold]whence validate runs/first --trust-run --budget 10min[/]")(
     validate_command
 )

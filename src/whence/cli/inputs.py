@@ -45,7 +45,7 @@ from whence.tasks import (
 )
 from whence.training import Training
 
-__all__ = ["Command", "InputOptions", "Inputs", "TrustRun"]
+__all__ = ["Command", "InputOptions", "Inputs", "TrustRun", "check_trusted"]
 
 _DEFAULT_PASSAGE = 512
 #: What --task may be.
@@ -178,15 +178,23 @@ class Command:
                 f"{run_dir} holds no command to repeat: its run was begun from Python. {otherwise}"
             )
         command = read(run_dir, "command", cls)
-        if not trusted:
-            said = [(name, getattr(command.inputs, name)) for name in _LOADED]
-            said[1:1] = [("model", name) for name in command.more]
-            named = ", ".join(f"{name} {value!r:.100}" for name, value in said if value)
-            raise RunDirectoryError(
-                f"{run_dir} says what to load ({named}), and loading it can run code. If the run is your own, or of "
-                f"someone you trust, say --trust-run. {otherwise}"
-            )
+        check_trusted(run_dir, command.inputs, command.more, trusted=trusted, otherwise=otherwise)
         return command
+
+
+def check_trusted(
+    run_dir: Path, inputs: InputOptions, more: Sequence[str] = (), *, trusted: bool, otherwise: str
+) -> None:
+    """Refuse to load what a directory names, unless the user trusts it."""
+    if trusted:
+        return
+    said = [(name, getattr(inputs, name)) for name in _LOADED]
+    said[1:1] = [("model", name) for name in more]
+    named = ", ".join(f"{name} {value!r:.100}" for name, value in said if value)
+    raise RunDirectoryError(
+        f"{run_dir} says what to load ({named}), and loading it can run code. If the run is your own, or of "
+        f"someone you trust, say --trust-run. {otherwise}"
+    )
 
 
 class Inputs:

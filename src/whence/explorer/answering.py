@@ -14,11 +14,12 @@ from whence.errors import OptionError
 from whence.explorer.answers import Kept, KeptAnswer
 from whence.explorer.completing import complete
 from whence.explorer.questions import Question
+from whence.index import Index
 from whence.options import Options
 from whence.sources import RowList, language_queries
 from whence.tasks import LanguageModeling, Task
 
-__all__ = ["Answering", "Asked", "BySolving", "Way"]
+__all__ = ["Answering", "Asked", "ByIndex", "BySolving", "Way"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,28 @@ class BySolving:
             training=self.training,
             options=replace(self.options, accuracy=accuracy, title=title),
         )
+
+
+@dataclass(frozen=True)
+class ByIndex:
+    """From an index: what its estimates and a few examples say at once, then with more of them scored again.
+
+    Attributes:
+        index: that was made of the model and its data.
+        first, then: examples scored again for the first answer, and for the second.
+    """
+
+    index: Index
+    first: int = 60
+    then: int = 600
+
+    def stages(self, queries: Any, title: str) -> Iterator[Asked]:
+        """Two answers, or one where few examples are all there are."""
+        for stage, rescored in (("first answer", self.first), ("refined", self.then)):
+            found = self.index.ask(queries, rescored=rescored, title=title)
+            yield Asked(stage, found.result, found.estimates, found.stderr)
+            if rescored >= found.estimates.shape[1]:
+                return
 
 
 class Answering:

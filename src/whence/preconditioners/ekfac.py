@@ -32,6 +32,7 @@ from whence.model.layers import Call, Matrix, Passed, matrices
 from whence.preconditioners.base import Preconditioner, check_damping
 from whence.preconditioners.kronecker import KroneckerBlock
 from whence.preconditioners.sums import TOGETHER, Sums, of_one
+from whence.preconditioners.turned import Turned, by_position, side_of
 from whence.progress import ticker
 from whence.tasks import Batch, Task
 from whence.tasks.base import noise
@@ -318,7 +319,7 @@ class _Measured:
         self.gnh, self.draws, self.widest, self.generator = gnh, draws, widest, generator
         self.layers = gnh.example_gradients()
         self.matrices = matrices(gnh.network)
-        self.scales = {matrix: _side_scales(matrix, gnh.network.metric) for matrix in self.matrices}
+        self.turned = Turned(gnh)
         self.size = min(gnh.micro_batch, draws.at_once)
 
     def factors(self, positions: Tensor) -> tuple[KroneckerBlock, ...]:
@@ -360,12 +361,12 @@ class _Measured:
 
         for passed in self._passes(positions, tick):
             for matrix in self.matrices:
-                calls = _by_position(matrix, passed)
+                calls = by_position(matrix, passed)
                 if calls:
                     for call, kind in calls:
                         self._add_sides(matrix, call, kind, add)
                     continue
-                packed = self._packed(matrix, passed)
+                packed = self.turned.packed(matrix, passed)
                 if packed is not None:
                     add(matrix, 0, packed.mT)
                     add(matrix, 1, packed)
@@ -397,18 +398,20 @@ class _Measured:
         add: Callable[[Matrix, int, Tensor], None],
     ) -> None:
         g = call.outputs_by_position
-        rows, columns = self.scales[matrix]
+        rows, columns = self.turned.scales[matrix]
         if call.is_embedding:
-            add(matrix, 1, _side(g, columns, None))
+            add(matrix, 1, side_of(g, columns, None))
         elif kind == "bias":
-            add(matrix, 0, _side(g.sum(1), rows, None))
+            add(matrix, 0, side_of(g.sum(1), rows, None))
         else:
             # a position that nothing depends on but by rounding, such as padding, tells nothing of the inputs
             sizes = g.abs().amax(-1, keepdim=True)
             met = sizes > math.sqrt(torch.finfo(g.dtype).eps) * sizes.amax(1, keepdim=True)
-            add(matrix, 1, _side(call.inputs_by_position(bias=matrix.bias is not None) * met, columns, None))
+            add(
+                matrix, 1, side_of(call.inputs_by_position(bias=matrix.bias is not None) * met, columns, None)
+            )
             if not matrix.looked_up:  # an embedding's inputs are one-hot, and their moment diagonal
-                add(matrix, 0, _side(g, rows, None))
+                add(matrix, 0, side_of(g, rows, None))
 
     # --- E -----------------------------------------------------------------------------------------------
 
@@ -421,7 +424,7 @@ class _Measured:
                 left, right = (None if side is None else side.whole()[""] for side in sides)
                 squared: Tensor | None = None
                 for few in passed.of_few(matrix.names, math.prod(matrix.shape)):
-                    turned = self._turned(matrix, left, right, few)
+                    turned = self.turned.of(matrix, left, right, few)
                     if turned is not None:
                         of_few = turned.square().sum(0)
                         squared = of_few if squared is None else squared.add_(of_few)
@@ -446,84 +449,9 @@ class _Measured:
             )
         return tuple(found)
 
-    def _turned(
-        self, matrix: Matrix, left: Tensor | None, right: Tensor | None, passed: Passed
-    ) -> Tensor | None:
-        """``Q_Gᵀ G Q_A`` of every example, ``[n, rows, columns]``.
-
-        Of a linear layer it is ``Σ_t (Q_Gᵀg_t)(Q_Aᵀa_t)ᵀ``, which turns vectors and no matrices.
-        """
-        calls = _by_position(matrix, passed)
-        if not calls:
-            packed = self._packed(matrix, passed)
-            if packed is None:
-                return None
-            packed = packed if left is None else left.T.to(packed) @ packed
-            return packed if right is None else packed @ right.to(packed)
-        rows, columns = self.scales[matrix]
-        total: Tensor | None = None
-        for call, kind in calls:
-            g = call.outputs_by_position
-            if call.is_embedding:
-                found = call.looked_up(_side(g, columns, right))
-                found = found if rows is None else found * rows.unsqueeze(1)
-                found = found if left is None else left.T.to(found) @ found
-            elif kind == "bias":
-                found = _side(g.sum(1), rows, left).unsqueeze(-1)
-                found = found if columns is None else found * columns
-            else:
-                a = call.inputs_by_position(bias=matrix.bias is not None)
-                found = torch.bmm(_side(g, rows, left).mT, _side(a, columns, right))
-            total = found if total is None else total.add_(found)
-        return total
-
-    def _packed(self, matrix: Matrix, passed: Passed) -> Tensor | None:
-        """G of every example, or of the batch where examples have none, in the metric's coordinates."""
-        tensors = {}
-        for name in matrix.names:
-            found = passed.gradients(name)
-            if found is None and name in passed.others:
-                found = self.gnh.network.whole(name, passed.others[name]).unsqueeze(0)
-            if found is not None:
-                tensors[name] = found
-        if not tensors:
-            return None
-        some = next(iter(tensors.values()))
-        for name in matrix.names:  # a weight without its bias, or the other way round, does for zeros
-            tensors.setdefault(name, some.new_zeros(len(some), *self.gnh.network.parameters[name].shape))
-        packed = matrix.pack(tensors, (len(some),))
-        rows, columns = self.scales[matrix]
-        packed = packed if rows is None else packed * rows.unsqueeze(1).to(packed)
-        return packed if columns is None else packed * columns.to(packed)
-
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _by_position(matrix: Matrix, passed: Passed) -> Sequence[tuple[Call, str]]:
-    """The calls of a matrix's layers, if all tell its gradient by vectors at positions; none otherwise."""
-    calls = passed.calls.get(matrix.weight, ())
-    fits = all(
-        call.is_embedding or (call.is_linear and (kind == "bias" or call.transposed == matrix.transposed))
-        for call, kind in calls
-    )
-    return calls if fits else ()
-
-
-def _side(vectors: Tensor, scale: Tensor | None, basis: Tensor | None) -> Tensor:
-    """One side of a gradient, in the metric's coordinates and turned into its basis."""
-    vectors = vectors if scale is None else vectors * scale.to(vectors)
-    return vectors if basis is None else vectors @ basis.to(vectors)
-
-
-def _side_scales(matrix: Matrix, metric: ParamVector | None) -> tuple[Tensor | None, Tensor | None]:
-    """``r^(-1/2)`` and ``c^(-1/2)`` of a metric ``D = r cᵀ``; of any other metric, of the nearest such."""
-    if metric is None:
-        return None, None
-    packed = matrix.pack(metric.whole_of(matrix.names))
-    whole = packed.mean()
-    return (packed.mean(1) / whole.sqrt()).rsqrt(), (packed.mean(0) / whole.sqrt()).rsqrt()
 
 
 def _eigenvectors(moment: Tensor | None, matrix: Matrix) -> Tensor | None:

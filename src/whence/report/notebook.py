@@ -21,9 +21,10 @@ def framed(page: str, *, title: str, height: int) -> str:
         >>> framed("<p>One & two</p>", title="A page", height=80)[:53]
         '<iframe title="A page" sandbox="allow-scripts" style='
     """
-    return Markup(
+    frame = Markup(
         '<iframe title="{}" sandbox="allow-scripts" style="width:100%;height:{}px;border:0" srcdoc="{}"></iframe>'
-    ).format(title, height, page)
+    )
+    return str(frame.format(title, height, page))
 
 
 def card(title: str, words: Sequence[str], figure: Markup | None = None, *, height: int = 300) -> str:

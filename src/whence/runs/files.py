@@ -174,8 +174,8 @@ def write_value(path: Path, value: Any) -> None:
     _write_safetensors(path, *encode(value))
 
 
-def read_tree(path: Path) -> tuple[Any, dict[str, Tensor]]:
-    """What `write_tree` wrote, the tensors in fresh memory.
+def read_tree(path: Path, *, mapped: bool = False) -> tuple[Any, dict[str, Tensor]]:
+    """What `write_tree` wrote, the tensors in fresh memory; or mapped from the file, to be read and not written.
 
     Raises:
         RunDirectoryError: it cannot be read; names the file.
@@ -186,18 +186,24 @@ def read_tree(path: Path) -> tuple[Any, dict[str, Tensor]]:
         with safe_open(path, framework="pt") as file:  # compares all sizes with the file's own
             tree = parse_json((file.metadata() or {})["tree"].encode())
             # Copies, in memory aligned as torch's own is: the last bits of an inner product depend on it.
-            return tree, {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            return tree, found if mapped else {key: tensor.clone() for key, tensor in found.items()}
 
 
 def read_value(
-    path: Path, cls: type[T], *, device: torch.device | str = "cpu", more: Iterable[Path] = ()
+    path: Path,
+    cls: type[T],
+    *,
+    device: torch.device | str = "cpu",
+    more: Iterable[Path] = (),
+    mapped: bool = False,
 ) -> T:
     """The value in a file, its vectors on a device; ``more`` are other files with tensors it refers to.
 
     Raises:
         RunDirectoryError: the file is not that, or was damaged.
     """
-    tree, tensors = read_tree(path)
+    tree, tensors = read_tree(path, mapped=mapped)
     for other in more:
         tensors |= read_tree(other)[1]
     try:

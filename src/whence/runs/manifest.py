@@ -149,11 +149,17 @@ class Manifest:
         return path
 
     def value(
-        self, name: str, cls: type[T], *, device: torch.device | str = "cpu", more: Iterable[str] = ()
+        self,
+        name: str,
+        cls: type[T],
+        *,
+        device: torch.device | str = "cpu",
+        more: Iterable[str] = (),
+        mapped: bool = False,
     ) -> T:
-        """An artifact; ``more`` name others that hold tensors it refers to."""
+        """An artifact; ``more`` name others that hold tensors it refers to. ``mapped`` ones stay in their file."""
         others = [self.file(other) for other in more]
-        return files.read_value(self.file(name), cls, device=device, more=others)
+        return files.read_value(self.file(name), cls, device=device, more=others, mapped=mapped)
 
     def tree(self, name: str, more: Iterable[str] = ()) -> tuple[Any, dict[str, Tensor]]:
         """The same as it is in its file; see `whence.runs.codec`."""

@@ -11,6 +11,8 @@ forwards at ``θ ± δu``. A batch's terms come out one by one, so scores per to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from whence.model.inspection import check_finite
 from whence.tasks import Batch
 from whence.vectors import ParamVector
 
-__all__ = ["DirectionalDerivatives", "gradient_products", "layer_products"]
+__all__ = ["DirectionalDerivatives", "gradient_products", "layer_products", "loss_slopes"]
 
 
 class DirectionalDerivatives:
@@ -98,6 +100,18 @@ def gradient_products(gnh: GaussNewton, directions: ParamVector, batch: Batch) -
     return total, square
 
 
+def loss_slopes(gnh: GaussNewton, batch: Batch) -> Callable[[Tensor], list[Tensor]]:
+    """From a batch's outputs to ``∂ℓ(z)/∂h`` of its examples: what passes by layers go back from."""
+
+    def slopes(outputs: Tensor) -> list[Tensor]:
+        check_finite(outputs)
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            return list(torch.autograd.grad(gnh.task.query_losses(leaf, batch).sum(), leaf))
+
+    return slopes
+
+
 def layer_products(
     gnh: GaussNewton, directions: ParamVector, batch: Batch, *, norms: bool
 ) -> tuple[Tensor, Tensor]:
@@ -110,13 +124,7 @@ def layer_products(
     total = torch.zeros(directions.columns or 1, n, dtype=torch.float64, device=batch.targets.device)
     squares = torch.zeros(n, dtype=torch.float64, device=batch.targets.device)
 
-    def slopes(outputs: Tensor) -> list[Tensor]:
-        check_finite(outputs)
-        with torch.enable_grad():
-            leaf = outputs.detach().requires_grad_()
-            return list(torch.autograd.grad(gnh.task.query_losses(leaf, batch).sum(), leaf))
-
-    for passed in gnh.example_gradients().passes(batch, slopes):
+    for passed in gnh.example_gradients().passes(batch, loss_slopes(gnh, batch)):
         for name, own in directions.items():
             rows = network.whole(name, own)
             if not norms:

@@ -38,10 +38,20 @@ from whence.solvers.base import ErrorParts, Solution, Solver, Statistics
 from whence.spectrum.lanczos import as_block, column_dots, finite
 from whence.vectors import ParamVector
 
-__all__ = ["Factored", "FactoredState"]
+__all__ = ["Factored", "FactoredState", "Fit"]
 
 #: Mixtures of the right-hand sides that the error is measured with.
 PROBES = 1
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the product found, to answer other questions with: as in `FactoredState`."""
+
+    scale: float
+    error: float
+    residual: float
+    seen: float
 
 
 @dataclass
@@ -72,6 +82,7 @@ class Factored(Solver[FactoredState]):
 
     Args:
         preconditioner: P ≈ H + λ, such as `whence.preconditioners.ekfac` makes.
+        fit: size and error as they were found with other right-hand sides; then no product is taken.
 
     Example:
         >>> from whence import Dense
@@ -89,6 +100,7 @@ class Factored(Solver[FactoredState]):
     state_type: ClassVar[type[FactoredState]] = FactoredState
 
     preconditioner: Preconditioner
+    fit: Fit | None = None
 
     def check(self, A: Damped, rhs: ParamVector, start: ParamVector | None) -> None:
         """Refuse a preconditioner of another system."""
@@ -99,6 +111,8 @@ class Factored(Solver[FactoredState]):
     ) -> FactoredState:
         """Draws the mixtures: every right-hand side, made as long as the others, with a random sign."""
         block = as_block(rhs)
+        if self.fit is not None:
+            return FactoredState(block, **vars(self.fit), measured=True)
         lengths = column_dots(block, block).sqrt()
         # of a shorter one few digits are left, and it cannot be made longer: the factor is beyond what numbers hold
         least = max(torch.finfo(tensor.dtype).tiny for tensor in block.values())
@@ -133,6 +147,13 @@ class Factored(Solver[FactoredState]):
         whole = float(column_dots(v, v).sum())
         state.residual = math.sqrt(float(column_dots(residual, residual).sum()) / whole)
 
+    def fitted(self, A: Damped, rhs: ParamVector, *, generator: torch.Generator) -> Fit:
+        """Size and error, from the product with mixtures of these right-hand sides."""
+        self.check(A, rhs, None)
+        state = self.begin(A, rhs, generator=generator)
+        self.step(A, rhs, state)
+        return Fit(state.scale, state.error, state.residual, state.seen)
+
     def done(self, state: FactoredState) -> bool:
         """Whether the product was taken."""
         return state.measured
@@ -152,8 +173,8 @@ class Factored(Solver[FactoredState]):
             residual=like * state.residual,
             residual_stderr=nothing,
             converged=like.bool(),
-            num_products=1,
-            num_term_products=A.num_terms,
+            num_products=int(self.fit is None),
+            num_term_products=A.num_terms if self.fit is None else 0,
             events=tuple(state.events),
             paths=along.reshape(1, 1, -1),
             error_parts=ErrorParts(nothing, nothing, nothing, like * state.error),
