@@ -39,7 +39,7 @@ SETTINGS = {"quick": "quick answer", "default": "defaults", "training": "`traini
 ROWS = (
     (OURS, "quick"), (OURS, "default"), (OURS, "training"),
     ("kronfluence", "default"), ("kronfluence", "best"), ("bergson", "default"), ("dattri", "default"),
-    ("dattri", "best"), ("dattri-lissa", "best"), ("pydvl", "best"), ("traker", "best"), ("captum", "default"),
+    ("dattri", "best"), ("dattri-lissa", "best"), ("pydvl", "best"), ("dattri-trak", "best"), ("captum", "default"),
     ("dot", "default"),
 )  # fmt: skip
 #: The works of the figure.

@@ -18,7 +18,7 @@ from whence.attribution.phases import FACTOR_TERMS, Costs, Kind, Unit, count_uni
 from whence.model.gauss_newton import GaussNewton
 from whence.operators import Damped
 from whence.options import Options
-from whence.preconditioners.ekfac import basis_widths
+from whence.preconditioners.ekfac import basis_widths, draws_of_each, ekfac
 from whence.scoring import Scorer
 from whence.scoring.cost import count_work
 from whence.solvers.auto import CG_COPIES, Alternative, Passes
@@ -32,6 +32,8 @@ __all__ = ["Forecast", "count_passes", "forecast", "spectrum_terms", "time_phase
 _SHARE, _BYTES = 0.05, 64 * 2**20
 #: Products that Lanczos may take, and terms that are few enough for any.
 _LANCZOS, _FEWEST = 24, 64
+#: Draws for each example that EK-FAC is timed with, at most.
+_DRAWS = 10
 #: How wide the decomposition is that is timed.
 _WIDTH = 256
 #: A unit is tried on so many examples first, so that what a first call costs is not counted.
@@ -82,8 +84,6 @@ class _Timer:
 
     def _time(self, kind: Kind) -> float:
         """Seconds of a counted flop in this kind of work: on as many examples as may be, in one pass."""
-        if kind == "factors":
-            return self.rates.setdefault("norms", self._time("norms"))
         columns = 1 if kind in ("gradients", "query", "product", "factors") else self.columns
         unit, gnh = Unit(kind, columns), self.gnh
         block = None if columns == 1 else gnh.zeros(columns).randn_like(self.generator)
@@ -93,13 +93,20 @@ class _Timer:
             n //= 2
         work = self._work(kind, gnh.zeros().randn_like(self.generator) if block is None else block)
         spread = gnh.terms.spread(1 if kind == "query" else n)
-        work(spread[:_TRIED])
-        return _seconds(lambda: work(spread)) / self._count(unit, len(spread))
+        if kind != "factors":  # which would find its bases twice
+            work(spread[:_TRIED])
+        taken = _seconds(lambda: work(spread))
+        if kind == "factors":
+            taken = max(taken - self._bases(), taken / 2)
+        return taken / self._count(unit, len(spread))
 
     def _work(self, kind: Kind, vectors: ParamVector) -> Callable[[torch.Tensor], object]:
         gnh = self.gnh
         if kind == "gradients":
             return gnh.training_gradient
+        if kind == "factors":
+            draws = min(_DRAWS, draws_of_each(gnh.num_terms))
+            return lambda where: ekfac(gnh, 1.0, generator=self.generator, examples=len(where), samples=draws)
         if kind == "query":
             return lambda where: gnh.gradients([gnh.terms.data[int(gnh.terms.indices[where[0]])]])
         if kind in ("product", "iteration"):

@@ -78,8 +78,8 @@ def _by_run(directory: Path, trusted: bool) -> tuple[Inputs, Way]:
     command = Command.of_run(directory, trusted=trusted, otherwise=_OTHERWISE)
     if command.more:
         raise OptionError(
-            f"{directory} is of {1 + len(command.more)} checkpoints, and questions are asked of one; begin a run of "
-            "that one, or make an index of it"
+            f"{directory} is of {1 + len(command.more)} checkpoints, and questions are asked of one model; begin a run "
+            "of that one, or make an index of it"
         )
     inputs = Inputs(command.inputs)
     way = BySolving(

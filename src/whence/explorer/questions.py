@@ -11,6 +11,7 @@ from whence.errors import DataError, OptionError
 __all__ = ["Question"]
 
 _LONGEST = 100_000  # characters of a text
+_SHOWN = 60  # of a prompt, in a title
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,10 @@ class Question:
         if self.example is not None:
             return f"Training example {self.example}: what else is like it?"
         rather = f", rather than {self.contrast.strip()!r}" if self.contrast else ""
-        said = f"{self.prompt[-60:]}{self.completion}{rather}"
+        before = " ".join(self.prompt.split())
+        if len(before) > _SHOWN:
+            before = f"…{before[-_SHOWN:].partition(' ')[2] or before[-_SHOWN:]}"
+        said = f"{before} {self.completion}{rather}"
         return " ".join(said.split())[:160]
 
     def row(self) -> dict[str, str]:

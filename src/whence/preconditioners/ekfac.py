@@ -38,7 +38,7 @@ from whence.tasks import Batch, Task
 from whence.tasks.base import noise
 from whence.vectors import ParamVector
 
-__all__ = ["Ekfac", "KroneckerBlock", "basis_widths", "ekfac"]
+__all__ = ["Ekfac", "KroneckerBlock", "basis_widths", "draws_of_each", "ekfac"]
 
 #: Q_G and Q_A of a matrix; None for the identity.
 _Bases = tuple[ParamVector | None, ParamVector | None]
@@ -225,6 +225,11 @@ def _narrow_enough(gnh: GaussNewton, terms: int, widest: int) -> int:
     return min(widest, max(_NARROW, affordable))
 
 
+def draws_of_each(terms: int) -> int:
+    """Draws per example and pass of a sampled curvature, where there are enough outputs."""
+    return max(1, _DRAWN_TERMS // max(terms, 1))
+
+
 def basis_widths(gnh: GaussNewton, terms: int) -> list[int]:
     """Of every basis that is found from so many terms."""
     widest = _narrow_enough(gnh, terms, _WIDEST)
@@ -247,7 +252,7 @@ class _Draws:
         self.at_once = max(1, ACTIVATION_BUDGET // (8 * outputs**2))
         if gnh.has_factors and not self.exact:
             self.at_once = len(gnh.terms)
-        self.samples = samples or max(1, min(outputs, _DRAWN_TERMS // max(terms, 1)))
+        self.samples = samples or min(outputs, draws_of_each(terms))
         if (self.exact or not gnh.has_factors) and 8 * outputs**2 > ACTIVATION_BUDGET:
             raise OptionError(
                 f"an exact curvature needs the root of a matrix for each example, too large for {outputs:,} outputs; "
