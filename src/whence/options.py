@@ -380,9 +380,10 @@ def takes(cls: type[CheckedOptions]) -> Callable[[F], F]:
             textwrap.fill(f"- {each.name}: {each.metadata['help']}", 108, subsequent_indent="  ")
             for each in fields(cls)
         )
-        function.__doc__ = (function.__doc__ or "").replace(
-            "            {options}", textwrap.indent(explained, "            ")
-        )
+        before, mark, after = (function.__doc__ or "").partition("{options}")
+        if mark:
+            margin = before[len(before.rstrip(" ")) :]  # a method's is wider than a function's
+            function.__doc__ = before + textwrap.indent(explained, margin).lstrip(" ") + after
         return function
 
     return decorate
