@@ -373,7 +373,9 @@ def test_points_of_one_training_are_averaged(tmp_path: Path, adapter: bool) -> N
         hf.attribute(trainer, QUERY, checkpoints=str(places[0]))
 
 
-@pytest.mark.parametrize("trainer", [None, 5, "trainer", nn.Linear(2, 2), object(), [None]], ids=repr)
+@pytest.mark.parametrize(
+    "trainer", [None, 5, "trainer", nn.Linear(2, 2), object(), [None]], ids=lambda each: type(each).__name__
+)
 def test_what_is_no_trainer_is_refused(trainer: Any) -> None:
     with pytest.raises(ModelError, match=r"give a transformers\.Trainer"):
         hf.attribute(trainer, QUERY)
