@@ -555,7 +555,7 @@ def test_scores_of_real_images_are_as_right_as_promised() -> None:
         ({"max_iterations": 0}, "max_iterations is 0"),
         ({"largest": -1.0}, "largest is -1.0"),
         ({"largest": math.inf}, "largest is inf"),
-        ({"preconditioner": 3.0}, "preconditioner is a float"),
+        ({"preconditioner": 3.0}, "preconditioner is 3.0; it must be a Preconditioner"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

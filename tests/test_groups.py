@@ -164,7 +164,7 @@ def test_other_groups_are_another_run(model: nn.Module, tmp_path: Path) -> None:
         (NAMES[:-1], DataError, "60 training examples"),
         ([None] * 60, DataError, "at least one"),
         ("source", DataError, "no such field"),
-        ({"a": 1}, DataError, "60 training examples"),
+        ({"a": 1}, OptionError, "groups is {'a': 1}; it must be a text, a list"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(

@@ -436,7 +436,7 @@ def test_no_curvature_is_an_error() -> None:
 
 def test_bad_options_are_named() -> None:
     A, g = rank_ones(), torch.Generator().manual_seed(0)
-    with pytest.raises(OptionError, match="1 probes"):
+    with pytest.raises(OptionError, match="probes is 1"):
         trace_from_quadratic_forms(A, probes=1, batch_size=None, generator=g)
     with pytest.raises(OptionError, match="variant is 'sparse'"):
         sketch(A, dimension=4, seed=0, variant="sparse")

@@ -102,11 +102,11 @@ def _fits(given: object, hint: Any) -> bool:
         return any(type(value) is type(each) and value == each for each in inside)
     if origin is Callable:  # its shape is seen when it is called
         return callable(value)
-    if getattr(hint, "_is_protocol", False):
-        return all(hasattr(value, name) for name in _asked(hint))
+    kind = hint if origin is None else origin
+    if getattr(kind, "_is_protocol", False):
+        return all(hasattr(value, name) for name in _asked(kind))
     if origin is Sequence and not isinstance(value, (str, bytes)) and hasattr(value, "__array__"):
         return bool(np.ndim(value) > 0)
-    kind = hint if origin is None else origin
     if kind is None:
         return value is None
     if kind is Any or not isinstance(kind, type):

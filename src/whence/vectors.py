@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from whence.arguments import checked
 from whence.distributed import Shards
 from whence.errors import VectorError
 
@@ -47,10 +46,15 @@ class ParamVector(Mapping[str, Tensor]):
 
     __slots__ = ("_columns", "_shards", "_tensors")
 
-    @checked()
     def __init__(
         self, tensors: Mapping[str, Tensor], *, columns: int | None = None, shards: Shards | None = None
     ) -> None:
+        # by hand, not by `checked`: vectors are made in the innermost loops
+        if not isinstance(tensors, Mapping):
+            kind = type(tensors).__name__
+            raise VectorError(f"a ParamVector is made of a mapping from names to tensors, not of a {kind}")
+        if not isinstance(columns, int | None) or not isinstance(shards, Shards | None):
+            raise VectorError("columns is a whole number or None, and shards are Shards or None")
         if not tensors:
             raise VectorError("a ParamVector needs at least one tensor; got an empty mapping")
         for name, tensor in tensors.items():

@@ -423,6 +423,8 @@ def check_system(A: Damped, rhs: ParamVector, start: ParamVector | None = None) 
             "Check the query's inputs and label"
         )
     if start is not None:
+        if not isinstance(start, ParamVector):
+            raise VectorError(f"the start is a {type(start).__name__}; give a ParamVector, or leave it out")
         rhs.check_same_form(start, "start")
         if not start.is_finite():
             raise VectorError("the start holds NaN or infinity; leave it out")
