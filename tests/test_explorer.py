@@ -19,11 +19,12 @@ from torch import nn
 
 from test_report_in_browser import Browser, browser  # noqa: F401  # a fixture
 from tiny_hf import llama_directory
-from whence import Classification, Options
+from whence import Classification, Options, attribute
 from whence.errors import DataError, OptionError, StorageError
 from whence.exhibit import Exhibit
 from whence.explorer import Answering, application, serve
 from whence.explorer.answering import BySolving
+from whence.explorer.answers import KeptAnswer
 from whence.explorer.questions import Question
 from whence.sources import ListedExamples
 
@@ -119,6 +120,18 @@ def test_a_question_has_one_answer_to_show_and_take_along(client: Any, answering
     assert len(line["proponents"]) == len(line["proponent_ids"]) == 20
     assert client.get(f"/{TOKEN}/answers/999/page.html").status_code == 400
     assert client.get(f"/{TOKEN}/answers/{number}/passwd").status_code == 404
+
+
+def test_a_run_of_several_queries_is_taken_along_whole(answering: Answering) -> None:
+    model, data = answering.model, answering.train
+    result = attribute(model, data, [data[0], data[1], data[2]], task=Classification())
+    kept = KeptAnswer(1, Question(completion="The run"), "finished", result)
+    rows = list(csv.DictReader(io.StringIO(kept.table())))
+    assert len(rows) == 3 * 40
+    assert len(kept.viewer_lines().splitlines()) == 3
+    found = kept.of_example(7)
+    assert [one["value"] for one in found] == pytest.approx(result.scores[:, 7].tolist())
+    assert kept.about()["loss"]
 
 
 def test_an_example_tells_what_it_did_to_every_question(client: Any, answering: Answering) -> None:

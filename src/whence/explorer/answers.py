@@ -42,7 +42,7 @@ class KeptAnswer:
 
     def about(self) -> dict[str, Any]:
         """What the page lists of it."""
-        loss = float(self.result.query_losses[0])
+        loss = float(self.result.query_losses.mean())
         seconds = sum(self.result.seconds.values())
         return {
             "number": self.number,
@@ -60,7 +60,7 @@ class KeptAnswer:
     def table(self) -> str:
         """All scored examples as CSV, best first; cells that a spreadsheet would take for a formula are guarded."""
         text = io.StringIO(newline="")
-        rows = [asdict(row) for row in self.result.top(len(self.result.indices), query=0)]
+        rows = [asdict(row) for row in self.result.top(len(self.result.indices))]
         ids = {index: shown.id for index, shown in self.result.exhibits.items()}
         table = csv.DictWriter(text, ["id", *rows[0]])
         table.writeheader()
@@ -69,14 +69,18 @@ class KeptAnswer:
             table.writerow({name: safe_cell(value) for name, value in row.items()})
         return text.getvalue()
 
-    def viewer_line(self) -> str:
-        """One line of the JSONL that viewers of training-data attribution read: texts, ids and scores of both ends."""
+    def viewer_lines(self) -> str:
+        """JSONL that viewers of training-data attribution read: texts, ids and scores of both ends, a line a query."""
+        return "".join(self._viewer_line(query) for query in range(len(self.result.query_losses)))
+
+    def _viewer_line(self, query: int) -> str:
+        asked = self.result.queries[query]
         said: dict[str, Any] = {
-            "inputs_plaintext": self.question.prompt if self.question.of_text else self.question.title,
-            "targets_plaintext": self.question.completion,
+            "inputs_plaintext": asked.prompt or asked.id or self.question.title,
+            "targets_plaintext": asked.text or "",
         }
         for name, harmful in (("proponent", False), ("opponent", True)):
-            rows = self.result.top(SHOWN, query=0, harmful=harmful)
+            rows = self.result.top(SHOWN, query=query, harmful=harmful)
             shown = [self.result.exhibits.get(row.index) for row in rows]
             said[f"{name}s"] = ["" if x is None else f"{x.prompt or ''}{x.text or ''}" for x in shown]
             said[f"{name}_ids"] = [
@@ -86,19 +90,27 @@ class KeptAnswer:
             said[f"{name}_scores"] = [row.score for row in rows]
         return json.dumps(said) + "\n"
 
-    def of_example(self, index: int) -> dict[str, Any] | None:
-        """The score that a training example has here; None where it is not known."""
+    def of_example(self, index: int) -> list[dict[str, Any]]:
+        """The scores that a training example has here, for every query; none where they are not known."""
+        queries = range(len(self.result.query_losses))
+        return [told for query in queries if (told := self._of_example(query, index)) is not None]
+
+    def _of_example(self, query: int, index: int) -> dict[str, Any] | None:
         there = (self.result.indices == index).nonzero()
         if len(there):
-            row = self.result.row(0, index)
+            row = self.result.row(query, index)
             score, low, high = row.score, row.low, row.high
         elif self.estimates is not None and self.stderr is not None:
-            score, error = float(self.estimates[0, index]), 1.96 * float(self.stderr[0, index])
+            score, error = float(self.estimates[query, index]), 1.96 * float(self.stderr[query, index])
             low, high = score - error, score + error
         else:
             return None
+        asked = self.result.queries[query].id
+        which = f" ({visible(asked)})" if asked and len(self.result.query_losses) > 1 else ""
+        about = self.about()
         return {
-            **self.about(),
+            **about,
+            "title": about["title"] + which,
             "score": brief(score, 3),
             "interval": f"{brief(low, 3)} to {brief(high, 3)}",
             "value": score,
@@ -140,5 +152,5 @@ class Kept:
 
     def of_example(self, index: int) -> list[dict[str, Any]]:
         """What a training example did to every question, the strongest first."""
-        found = [told for answer in self.answers.values() if (told := answer.of_example(index)) is not None]
+        found = [told for answer in self.answers.values() for told in answer.of_example(index)]
         return sorted(found, key=lambda told: -abs(told["value"]))

@@ -101,7 +101,7 @@ def application(answering: Answering, token: str) -> Any:
             return HTMLResponse(await run_in_threadpool(kept.page))
         made = {
             "scores.csv": (kept.table, "text/csv"),
-            "viewer.jsonl": (kept.viewer_line, "application/jsonl"),
+            "viewer.jsonl": (kept.viewer_lines, "application/jsonl"),
         }
         if form not in made:
             raise HTTPException(404)
