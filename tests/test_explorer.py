@@ -19,7 +19,7 @@ from torch import nn
 
 from test_report_in_browser import Browser, browser  # noqa: F401  # a fixture
 from tiny_hf import llama_directory
-from whence import Classification, Options, attribute
+from whence import Classification, Options, Questions, attribute
 from whence.errors import DataError, OptionError, StorageError
 from whence.exhibit import Exhibit
 from whence.explorer import Answering, application, serve
@@ -132,6 +132,25 @@ def test_a_run_of_several_queries_is_taken_along_whole(answering: Answering) -> 
     found = kept.of_example(7)
     assert [one["value"] for one in found] == pytest.approx(result.scores[:, 7].tolist())
     assert kept.about()["loss"]
+
+
+@pytest.mark.parametrize("more", [{"solver": "cg"}, {"until": "top-3 stable"}, {"budget": 2.0}], ids=str)
+def test_a_query_is_asked_about_as_the_run_asked_about_it(answering: Answering, more: dict[str, Any]) -> None:
+    """With its contrast and its group, by the run's own options."""
+    data = [answering.train[i] for i in range(4)]
+    asked = Questions(
+        data, contrast=[(label + 1) % 3 for _, label in data], groups=[None, "pair", "pair", None]
+    )
+    options = Options(accuracy=0.99 if "until" not in more else 0.8, **more)
+    way = BySolving(answering.model, answering.train, answering.task, options)
+    again = Answering(way, model=answering.model, task=answering.task, train=answering.train, queries=asked)
+    expected = attribute(answering.model, answering.train, asked, task=answering.task, options=options)
+    assert len(again.queries) == len(expected.scores) == 3
+    for number in range(3):
+        *_, last = again.ask(Question(query=number))
+        both = torch.stack([last.result.scores[0], expected.scores[number]])
+        assert float(torch.corrcoef(both)[0, 1]) > 0.99
+        assert last.result.queries[0].asked == expected.queries[number].asked
 
 
 def test_an_example_tells_what_it_did_to_every_question(client: Any, answering: Answering) -> None:

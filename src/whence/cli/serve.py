@@ -47,9 +47,10 @@ def serve_command(
         model=problem.model,
         task=inputs.task,
         train=inputs.train,
-        queries=inputs.queries if inputs.has_queries or problem.queries is not None else (),
+        queries=inputs.questions if inputs.has_queries or problem.queries is not None else (),
         tokenizer=problem.tokenizer,
         context=problem.context,
+        class_names=inputs.class_names,
     )
     if holds(directory, "result"):
         result, kept = load(directory), answering.kept

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from whence.attribution import attribute
+from whence.attribution.exhibits import describer
 from whence.attribution.result import Attribution
 from whence.errors import OptionError
+from whence.exhibit import Exhibit
 from whence.explorer.answers import Kept, KeptAnswer
 from whence.explorer.completing import complete
 from whence.explorer.questions import Question
 from whence.index import Index
 from whence.options import Options
 from whence.sources import RowList, language_queries
-from whence.tasks import LanguageModeling, Task
+from whence.tasks import LanguageModeling, Questions, Task
 
 __all__ = ["Answering", "Asked", "ByIndex", "BySolving", "Way"]
 
@@ -63,16 +65,17 @@ class BySolving:
 
     def stages(self, queries: Any, title: str) -> Iterator[Asked]:
         """A quick answer, and one as exact as pays; one alone where the first is exact already."""
-        quick = self._attribute(queries, title, "quick")
+        first = replace(self.options, accuracy="quick", solver="auto", until=None, budget="auto")
+        quick = self._attribute(queries, title, first)
         if quick.solve.solver != "ekfac":
             yield Asked("solved", quick)
             return
         yield Asked("quick answer", quick)
-        better = self._attribute(queries, title, self.options.accuracy)
+        better = self._attribute(queries, title, self.options)
         if better.solve.solver != "ekfac":
             yield Asked("refined", better)
 
-    def _attribute(self, queries: Any, title: str, accuracy: Any) -> Attribution:
+    def _attribute(self, queries: Any, title: str, options: Options) -> Attribution:
         return attribute(
             self.model,
             self.train,
@@ -81,7 +84,7 @@ class BySolving:
             params=self.params,
             class_names=self.class_names,
             training=self.training,
-            options=replace(self.options, accuracy=accuracy, title=title),
+            options=replace(options, title=title),
         )
 
 
@@ -113,9 +116,10 @@ class Answering:
     Args:
         way: how questions are answered.
         model, task, train: what is asked about.
-        queries: to choose from, as of a test set; none by default.
+        queries: to choose from, or `whence.Questions`; none by default.
         tokenizer: of a language model: without one, texts cannot be asked about.
         context: tokens that the model reads at most.
+        class_names: labels in words.
     """
 
     def __init__(
@@ -128,9 +132,11 @@ class Answering:
         queries: Any = (),
         tokenizer: Any = None,
         context: int | None = None,
+        class_names: Sequence[str] | None = None,
     ) -> None:
         self.way, self.model, self.task, self.train = way, model, task, train
-        self.queries, self.tokenizer, self.context = queries, tokenizer, context
+        self.queries, self.tokenizer, self.context = Questions.of(queries), tokenizer, context
+        self.class_names = class_names
         self.kept = Kept()
 
     @property
@@ -157,13 +163,28 @@ class Answering:
 
     def _queries(self, question: Question) -> Any:
         if question.query is not None:
-            return _One(self.queries, question.query)
+            return self._as_asked(question.query)
         if question.example is not None:
-            return _One(self.train, question.example)
+            return self._some(self.train, (question.example,))
         self._read_text()
         assert isinstance(self.task, LanguageModeling)
         rows = RowList([question.row()], name="question")
         return language_queries(rows, self.tokenizer, self.task, max_length=self.context)
+
+    def _as_asked(self, number: int) -> Questions:
+        """One of the queries, with all that is asked of it: its contrast, its group, its measure."""
+        asked = self.queries
+        members, group = asked.members[number], asked.group(number)
+        return Questions(
+            self._some(asked.queries, members),
+            contrast=None if asked.contrast is None else [asked.contrast[position] for position in members],
+            groups=None if group is None else [group] * len(members),
+            measure=asked.measure,
+            reduce=asked.reduce,
+        )
+
+    def _some(self, data: Any, positions: Sequence[int]) -> _Some:
+        return _Some(data, positions, describer(data, None, self.tokenizer, self.class_names))
 
     def _read_text(self) -> None:
         if not self.reads_text:
@@ -174,21 +195,19 @@ class Answering:
             )
 
 
-class _One(Sequence[Any]):
-    """One example of a data set, shown as the data set shows it."""
+class _Some(Sequence[Any]):
+    """Some examples of a data set, under the names that they have there."""
 
-    def __init__(self, data: Any, position: int) -> None:
-        self._data, self._position = data, position
-        if callable(getattr(data, "exhibit", None)):
-            self.exhibit = self._exhibit
+    def __init__(self, data: Any, positions: Sequence[int], show: Callable[[int], Exhibit]) -> None:
+        self._data, self._positions, self._show = data, positions, show
 
     def __len__(self) -> int:
-        return 1
+        return len(self._positions)
 
     def __getitem__(self, index: Any) -> Any:
-        if index not in (0, -1):
-            raise IndexError(index)
-        return self._data[self._position]
+        return self._data[self._positions[index]]
 
-    def _exhibit(self, index: int) -> Any:
-        return self._data.exhibit(self._position)
+    def exhibit(self, index: int) -> Exhibit:
+        """What is shown of an example."""
+        shown = self._show(self._positions[index])
+        return shown if shown.id is not None else replace(shown, id=str(self._positions[index]))
